@@ -1,0 +1,1 @@
+"""May it ship: facts, record, verdict."""

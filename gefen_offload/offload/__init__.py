@@ -1,0 +1,1 @@
+"""Moving optimizer state between the GPU and the host, all or nothing."""

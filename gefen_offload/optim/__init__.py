@@ -1,0 +1,1 @@
+"""The optimizers: maths and state, with no process and no stream of their own."""

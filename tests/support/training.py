@@ -1,0 +1,162 @@
+"""One data-parallel training run, described by a `Case`, and everything it leaves behind, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gefen_offload import Gefen
+from support.corpus import batch
+from support.gpt import GPT, GPTShape, build
+
+Snapshot = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What differs between the runs of the battery; every other choice is `train`'s."""
+
+    id: str
+    shape: GPTShape = field(default_factory=GPTShape)
+    dtype: torch.dtype = torch.float32
+    autocast: bool = False
+    scaler_overflow_at: int | None = None  # step at which rank 1 alone gets an infinite loss (needs a GradScaler)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    compress: bool = False
+    accumulate: int = 1
+    clip: float | None = None
+    schedule: bool = False
+    groups: bool = False
+    thaw_at: int | None = None  # the first layer is frozen until this step
+    skip_tower_at: int | None = None  # the step that leaves the tower out, on every rank
+    uneven: bool = False  # rank r has two inputs fewer than rank r - 1 (Join)
+    steps: int = 6
+
+
+class Run:
+    """A case on one rank: model, optimizer and loop. Offload starts before the first step, or never."""
+
+    def __init__(self, case: Case, rank: int, world: int, device: torch.device, offload: bool) -> None:
+        self.case, self.rank, self.world, self.device = case, rank, world, device
+        self.model = build(case.shape, seed=11, device=device, dtype=case.dtype)
+        if case.thaw_at is not None:
+            self.model.layers[0].requires_grad_(False)
+        ids = [device] if device.type == "cuda" else None
+        self.ddp = self._wrap(ids)
+        self.optimizer = Gefen(parameters(self.model, case.groups), **{"lr": 2e-3, **case.optimizer})
+        if offload:
+            self.optimizer.offload_state_()
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=case.scaler_overflow_at is not None)
+        self.scheduler = (
+            torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, case.steps) if case.schedule else None
+        )
+
+    def _wrap(self, device_ids: list[torch.device] | None) -> DistributedDataParallel:
+        wrapped = DistributedDataParallel(self.model, device_ids=device_ids, **self.case.ddp)
+        if self.case.compress:
+            wrapped.register_comm_hook(None, bf16_compress_hook)
+        return wrapped
+
+    def forward(self, step: int, micro: int) -> Tensor:
+        tokens, targets = batch(1000 * step + 10 * micro + self.rank, 4, self.case.shape.length, self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.case.autocast):
+            loss: Tensor = self.ddp(tokens, targets, step != self.case.skip_tower_at)
+        if step == self.case.scaler_overflow_at and self.rank == 1:
+            loss = loss * float("inf")
+        return loss / self.case.accumulate
+
+    def backward(self, step: int) -> Tensor:
+        """Every micro-batch of one step, all-reduced with the last; returns the sum of the losses."""
+        total = torch.zeros((), device=self.device)
+        for micro in range(self.case.accumulate):
+            last = micro == self.case.accumulate - 1
+            with contextlib.nullcontext() if last else self.ddp.no_sync():
+                loss = self.forward(step, micro)
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    def step(self, step: int) -> Snapshot:
+        """One training step and the snapshot after it."""
+        if step == self.case.thaw_at:
+            self._thaw()
+        self.optimizer.zero_grad()
+        loss = self.backward(step)
+        gradients = {name: p.grad.cpu() for name, p in self.model.named_parameters() if p.grad is not None}
+        if self.case.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return {"loss": loss.cpu(), "gradients": gradients, **snapshot(self.model, self.optimizer)}
+
+    def _thaw(self) -> None:
+        """DDP fixes its parameters when it wraps: a thaw means to wrap again."""
+        self.model.layers[0].requires_grad_(True)
+        self.ddp = self._wrap([self.device] if self.device.type == "cuda" else None)
+
+    def steps(self) -> Iterator[Snapshot]:
+        if not self.case.uneven:
+            yield from (self.step(step) for step in range(self.case.steps))
+            return
+        mine = self.case.steps - 2 * self.rank
+        with self.ddp.join():
+            for step in range(mine):
+                yield self.step(step)
+
+
+def parameters(model: GPT, groups: bool) -> Any:
+    """The model's named parameters; with `groups`, decay on matrices only and a smaller lr for the embedding."""
+    named = list(model.named_parameters())
+    if not groups:
+        return named
+    embedding = [(n, p) for n, p in named if "embedding" in n]
+    matrices = [(n, p) for n, p in named if p.ndim >= 2 and "embedding" not in n]
+    vectors = [(n, p) for n, p in named if p.ndim < 2]
+    return [
+        {"params": embedding, "lr": 5e-4},
+        {"params": matrices, "weight_decay": 0.1, "betas": (0.9, 0.95)},
+        {"params": vectors},
+    ]
+
+
+def snapshot(model: torch.nn.Module, optimizer: Gefen) -> Snapshot:
+    """Parameters, optimizer state, codebook and counters on the CPU, and where the state's tensors live."""
+    checkpoint = optimizer.state_dict()
+    live = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    return {
+        "parameters": {name: on_cpu(p.detach()) for name, p in model.named_parameters()},
+        "state": {i: {key: on_cpu(value) for key, value in entry.items()} for i, entry in checkpoint["state"].items()},
+        "codebook": on_cpu(checkpoint["gefen_codebook"]),
+        "global_step": checkpoint["gefen_global_step"],
+        "residency": sorted({tensor.device.type for tensor in live}),
+    }
+
+
+def on_cpu(value: Any) -> Any:
+    """A copy on the CPU of a tensor; any other value as it is."""
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def train(context: Any, case: Case, offload: bool) -> list[Snapshot]:
+    """Worker: run `case` on this rank and return the snapshot after each of its steps."""
+    trace = []
+    for step, shot in enumerate(Run(case, context.rank, context.world, context.device, offload).steps()):
+        context.mark(f"step {step}")
+        trace.append(shot)
+    return trace
+
+
+def train_both(context: Any, case: Case) -> tuple[list[Snapshot], list[Snapshot]]:
+    """Worker: the resident run, then the offloaded run, on the same ranks."""
+    return train(context, case, False), train(context, case, True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -66,7 +67,8 @@ class Run:
         return wrapped
 
     def forward(self, step: int, micro: int) -> Tensor:
-        tokens, targets = batch(1000 * step + 10 * micro + self.rank, 4, self.case.shape.length, self.device)
+        """The scaled loss of one micro-batch; world W with A micro-batches reads what world 1 reads with A * W."""
+        tokens, targets = batch(1000 * step + micro * self.world + self.rank, 4, self.case.shape.length, self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.case.autocast):
             loss: Tensor = self.ddp(tokens, targets, step != self.case.skip_tower_at)
         if step == self.case.scaler_overflow_at and self.rank == 1:
@@ -84,13 +86,12 @@ class Run:
             total += loss.detach()
         return total
 
-    def step(self, step: int) -> Snapshot:
-        """One training step and the snapshot after it."""
+    def update(self, step: int) -> Tensor:
+        """One training step: backward, clip, optimizer, schedule. Returns this rank's loss, 0-d on its device."""
         if step == self.case.thaw_at:
             self._thaw()
         self.optimizer.zero_grad()
         loss = self.backward(step)
-        gradients = {name: p.grad.cpu() for name, p in self.model.named_parameters() if p.grad is not None}
         if self.case.clip is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
@@ -98,7 +99,27 @@ class Run:
         self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
-        return {"loss": loss.cpu(), "gradients": gradients, **snapshot(self.model, self.optimizer)}
+        return loss
+
+    def step(self, step: int) -> Snapshot:
+        """One training step and the snapshot after it; its gradients are those that the optimizer saw."""
+        loss = self.update(step)
+        gradients = {name: on_cpu(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        return {"loss": on_cpu(loss), "gradients": gradients, **snapshot(self.model, self.optimizer)}
+
+    def save(self, path: str, step: int) -> None:
+        """Everything a later run needs, in one file."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items() if part}}, path)
+
+    def load(self, path: str) -> int:
+        """Continue from `save`'s file; returns the step to go on with."""
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        return int(saved["step"])
 
     def _thaw(self) -> None:
         """DDP fixes its parameters when it wraps: a thaw means to wrap again."""
@@ -146,6 +167,37 @@ def snapshot(model: torch.nn.Module, optimizer: Gefen) -> Snapshot:
 def on_cpu(value: Any) -> Any:
     """A copy on the CPU of a tensor; any other value as it is."""
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Part of a long run: from `first` to the case's last step, saving once and perhaps continuing from a file."""
+
+    case: Case
+    offload: bool
+    resume: str | None = None
+    save: str | None = None
+    save_at: int = -1
+
+
+def curve(context: Any, stretch: Stretch) -> tuple[list[float], Snapshot]:
+    """Worker: the losses of a stretch, one a step (the mean over ranks, exact in float64), and its last snapshot."""
+    run = Run(stretch.case, context.rank, context.world, context.device, stretch.offload)
+    first = run.load(stretch.resume) if stretch.resume else 0
+    losses = []
+    for step in range(first, stretch.case.steps):
+        context.mark(f"step {step}")
+        losses.append(run.update(step).item())
+        if step + 1 == stretch.save_at and context.rank == 0 and stretch.save:
+            run.save(stretch.save, step + 1)
+    return mean_over_ranks(losses, context.device), snapshot(run.model, run.optimizer)
+
+
+def mean_over_ranks(losses: list[float], device: torch.device) -> list[float]:
+    """Collective: every step's loss, averaged over the ranks of the default group."""
+    total = torch.tensor(losses, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
 
 
 def train(context: Any, case: Case, offload: bool) -> list[Snapshot]:

@@ -1,0 +1,93 @@
+"""Data-parallel training: offloaded against resident, to the bit, at every step, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from gefen_offload.ranks import identical
+from support.cases import CASES, with_path
+from support.training import Case, train, train_both
+
+EVEN = [case for case in CASES if not case.uneven]
+PATHS = [with_path(case, fused) for case in CASES for fused in (True, False)]
+
+
+def name(case: Case) -> str:
+    return case.id
+
+
+def replicas(trace):
+    """What must be the same on every rank: all but the rank's own loss."""
+    return [{key: value for key, value in shot.items() if key != "loss"} for shot in trace]
+
+
+def without_residency(trace):
+    """What must not depend on where the state lives."""
+    return [{key: value for key, value in shot.items() if key != "residency"} for shot in trace]
+
+
+def check_pairs(values, case):
+    """Every rank's two runs agree, the offloaded one kept its state on the CPU, and the replicas agree."""
+    for rank, (resident, offloaded) in enumerate(values):
+        assert len(resident) == len(offloaded) == case.steps - (2 * rank if case.uneven else 0)
+        assert all(shot["residency"] in ([], ["cpu"]) for shot in offloaded)
+        assert offloaded[-1]["residency"] == ["cpu"]
+        assert resident[-1]["residency"] == ["cuda"]
+        identical(without_residency(resident), without_residency(offloaded)).check()
+    if not case.uneven:
+        for _, offloaded in values[1:]:
+            identical(replicas(values[0][1]), replicas(offloaded)).check()
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("case", PATHS, ids=name)
+def test_offloaded_equals_resident(ranks, case):
+    """On two GPUs an offloaded run has the resident run's gradients, parameters, state, codebook and losses."""
+    check_pairs(ranks.run(train_both, case).values, case)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("case", [c for c in PATHS if not c.uneven and c.scaler_overflow_at is None], ids=name)
+def test_offloaded_equals_resident_on_one_gpu(ranks, case):
+    """The same at world 1, where DDP still hooks and buckets the gradients."""
+    check_pairs(ranks.run(train_both, case).values, case)
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("case", PATHS, ids=name)
+def test_offloaded_equals_resident_on_four_gpus(ranks, case):
+    """The same at world 4."""
+    check_pairs(ranks.run(train_both, case).values, case)
+
+
+@pytest.mark.gpu8
+@pytest.mark.parametrize("case", PATHS[:8], ids=name)
+def test_offloaded_equals_resident_on_eight_gpus(ranks, case):
+    """The same at world 8, for the rows that do not shrink a rank's work to nothing."""
+    check_pairs(ranks.run(train_both, case).values, case)
+
+
+@pytest.mark.gloo2
+@pytest.mark.parametrize("case", EVEN, ids=name)
+def test_replicas_stay_equal(ranks, case):
+    """Two resident CPU replicas hold the same bits after every step, and really trained."""
+    first, second = ranks.run(train, case).values
+    identical(replicas(first), replicas(second)).check()
+    assert first[-1]["loss"] < first[0]["loss"]
+    assert first[-1]["global_step"] == case.steps - (case.scaler_overflow_at is not None)
+
+
+@pytest.mark.gloo2
+@pytest.mark.parametrize("case", CASES[:2], ids=name)
+def test_a_run_repeats_itself(ranks, case):
+    """The same run twice, the same bits."""
+    first, again = ranks.run(train, case).values[0], ranks.run(train, case).values[0]
+    identical(first, again).check()
+
+
+@pytest.mark.gloo4
+def test_replicas_stay_equal_on_four_ranks(ranks):
+    """Four resident CPU replicas hold the same bits after every step."""
+    values = ranks.run(train, CASES[0]).values
+    for other in values[1:]:
+        identical(replicas(values[0]), replicas(other)).check()

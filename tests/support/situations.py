@@ -1,0 +1,137 @@
+"""Situations that offload refuses, made with the real engines, and one attempt to activate it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from gefen_offload import Gefen, OffloadUnsupportedError
+from support.gpt import GPTShape, build
+
+Situation = Callable[[Any], tuple[nn.Module, Any]]
+SHAPE = GPTShape(width=32, layers=1)
+
+
+def network(context: Any) -> nn.Module:
+    return build(SHAPE, seed=5, device=context.device)
+
+
+def ddp(context: Any) -> tuple[nn.Module, Gefen]:
+    """The supported situation: data parallel, replicas equal."""
+    model = DistributedDataParallel(network(context))
+    return model, Gefen(model.module.named_parameters())
+
+
+def fsdp2(context: Any) -> tuple[nn.Module, Gefen]:
+    model = network(context)
+    fully_shard(model, mesh=init_device_mesh(context.device.type, (context.world,)))
+    return model, Gefen(model.named_parameters())
+
+
+def fsdp2_cpu_offload(context: Any) -> tuple[nn.Module, Gefen]:
+    model = network(context)
+    mesh = init_device_mesh(context.device.type, (context.world,))
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=context.device.type == "cuda"))
+    return model, Gefen(model.named_parameters())
+
+
+def fsdp1(context: Any) -> tuple[nn.Module, Gefen]:
+    model = FullyShardedDataParallel(network(context), device_id=context.device)
+    return model, Gefen(model.named_parameters())
+
+
+def tensor_parallel(context: Any) -> tuple[nn.Module, Gefen]:
+    model = network(context)
+    mesh = init_device_mesh(context.device.type, (context.world,))
+    parallelize_module(model, mesh, {"head": ColwiseParallel()})
+    return model, Gefen(model.named_parameters())
+
+
+def zero_redundancy(context: Any) -> tuple[nn.Module, Any]:
+    """Each rank owns a part of the parameters: the optimizer it really steps is the inner one."""
+    model = DistributedDataParallel(network(context))
+    wrapper = ZeroRedundancyOptimizer(model.parameters(), Gefen, lr=1e-3)
+    return model, wrapper.optim
+
+
+def only_last_rank(situation: Situation) -> Situation:
+    """The situation on the last rank alone; the others are plain replicas."""
+
+    def build_it(context: Any) -> tuple[nn.Module, Any]:
+        if context.rank == context.world - 1:
+            return situation(context)
+        model = network(context)
+        return model, Gefen(model.named_parameters())
+
+    return build_it
+
+
+def sharded_alone(context: Any) -> tuple[nn.Module, Gefen]:
+    """FSDP2 over a mesh of this rank only, so that no other rank takes part."""
+    model = network(context)
+    group = dist.new_group([context.rank], use_local_synchronization=True)
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, context.device.type)
+    fully_shard(model, mesh=mesh)
+    return model, Gefen(model.named_parameters())
+
+
+def aliased(context: Any) -> tuple[nn.Module, Gefen]:
+    """Two parameters that are views of one storage."""
+    model = network(context)
+    storage = torch.randn(64, 32, device=context.device)
+    one, two = nn.Parameter(storage[:32]), nn.Parameter(storage[32:])
+    one.grad, two.grad = torch.randn(32, 32, device=context.device), torch.randn(32, 32, device=context.device)
+    optimizer = Gefen([("one", one), ("two", two)])
+    optimizer.step()
+    first, second = (optimizer.state[p] for p in (one, two))
+    second["m_magnitude"] = first["m_magnitude"].view_as(first["m_magnitude"])
+    return model, optimizer
+
+
+def different_weights(context: Any) -> tuple[nn.Module, Gefen]:
+    """A replica that drifted: one element of one parameter differs by an ulp."""
+    model = network(context)
+    if context.rank == context.world - 1:
+        weight = next(model.parameters()).data.view(-1)
+        weight[3] = torch.nextafter(weight[3], weight[3] + 1)
+    return model, Gefen(model.named_parameters())
+
+
+def attempt(context: Any, situation: Situation) -> dict[str, Any]:
+    """Worker: activate offload in `situation`; the refusal, and whether anything changed."""
+    _, optimizer = situation(context)
+    before = frozen(optimizer)
+    context.mark("offload")
+    try:
+        optimizer.offload_state_()
+    except OffloadUnsupportedError as error:
+        answer = {"code": error.reason.value, "message": str(error)}
+    else:
+        answer = {"code": None, "message": ""}
+    return {**answer, "active": optimizer.state_offload_active, "before": before, "after": frozen(optimizer)}
+
+
+def frozen(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Bits and identities of everything the optimizer holds on this rank."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {i: optimizer.state[p] for i, p in enumerate(params) if p in optimizer.state}
+    tensors = {f"{i}.{k}": v for i, entry in state.items() for k, v in entry.items() if isinstance(v, Tensor)}
+    return {
+        "parameters": [local(p).detach().cpu().clone() for p in params],
+        "tensors": {key: local(value).cpu().clone() for key, value in tensors.items()},
+        "identities": [id(p) for p in params] + [id(t) for t in tensors.values()] + [id(s) for s in state.values()],
+    }
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard that this rank holds of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

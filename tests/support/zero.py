@@ -1,0 +1,106 @@
+"""DeepSpeed ZeRO around our optimizers, on the ranks of a running group."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gefen_offload import Gefen, OffloadUnsupportedError
+from support.corpus import batch
+from support.gpt import GPTShape, build
+
+SHAPE = GPTShape(width=64, layers=2)
+STEPS = 12
+
+
+def engine(context: Any, stage: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
+    """A DeepSpeed engine on this group; DeepSpeed is imported here because it patches torch where it is imported."""
+    os.environ.update(RANK=str(context.rank), LOCAL_RANK=str(context.rank), WORLD_SIZE=str(context.world))
+    if context.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.logger.setLevel("ERROR")
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def wrapped(context: Any, stage: int) -> tuple[Any, Gefen]:
+    """The engine and the Gefen inside it."""
+    model = build(SHAPE, seed=3, device=context.device)
+    optimizer = Gefen(model.parameters(), lr=2e-3)
+    return engine(context, stage, optimizer, model), optimizer
+
+
+def inputs(context: Any, step: int) -> tuple[Tensor, Tensor]:
+    return batch(100 * step + context.rank, 4, SHAPE.length, context.device)
+
+
+def advance(context: Any, running: Any, first: int, last: int) -> list[float]:
+    """Train steps [first, last) and return this rank's losses."""
+    losses = []
+    for step in range(first, last):
+        context.mark(f"step {step}")
+        loss = running(*inputs(context, step))
+        running.backward(loss)
+        running.step()
+        losses.append(loss.item())
+    return losses
+
+
+def without_wrapper(context: Any) -> list[float]:
+    """Worker: the same training under DDP alone, with the block second moment that ZeRO's flat partitions imply."""
+    model = nn.parallel.DistributedDataParallel(build(SHAPE, seed=3, device=context.device))
+    optimizer = Gefen(model.parameters(), lr=2e-3, factored_v_2d=False)
+    losses = []
+    for step in range(STEPS):
+        loss = model(*inputs(context, step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_and_resume(context: Any, stage: int, folder: str) -> tuple[list[float], list[float]]:
+    """Worker: a whole run that saves halfway, and the second half again from that file in a new engine."""
+    half = STEPS // 2
+    running, _ = wrapped(context, stage)
+    losses = advance(context, running, 0, half)
+    running.save_checkpoint(folder, tag="half")
+    losses += advance(context, running, half, STEPS)
+    again, _ = wrapped(context, stage)
+    again.load_checkpoint(folder, tag="half")
+    return losses, advance(context, again, half, STEPS)
+
+
+def offload_refusal(context: Any, stage: int) -> tuple[str, str, bool]:
+    """Worker: what activation says inside the engine, and whether it is active afterwards."""
+    running, optimizer = wrapped(context, stage)
+    advance(context, running, 0, 1)
+    try:
+        optimizer.offload_state_()
+    except OffloadUnsupportedError as error:
+        return error.reason.value, str(error), optimizer.state_offload_active
+    return "accepted", "", optimizer.state_offload_active
+
+
+def muon_refusal(context: Any, stage: int) -> str:
+    """Worker: what GefenMuon says when ZeRO hands it one-dimensional partitions."""
+    from gefen_offload import GefenMuon
+
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)).to(context.device)
+    try:
+        running = engine(context, stage, GefenMuon(model.named_parameters(), lr=1e-3), model)
+        running.backward(running(torch.randn(4, 32, device=context.device)).square().mean())
+        running.step()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return "accepted"

@@ -1,0 +1,69 @@
+"""DeepSpeed ZeRO 1 to 3: with offload off it trains and resumes; with offload it is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.zero import STEPS, muon_refusal, offload_refusal, train_and_resume, without_wrapper
+
+STAGES = [pytest.param(stage, id=f"zero{stage}") for stage in (1, 2, 3)]
+
+
+@pytest.fixture
+def zero_ranks(ranks):
+    """Ranks of this test alone: DeepSpeed patches the process that imports it."""
+    return ranks.options(fresh=True, timeout=240)
+
+
+def check_training(zero_ranks, folder, stage):
+    """The last loss is within 1% of the run without ZeRO, and the resumed half repeats the first to the bit."""
+    plain = zero_ranks.run(without_wrapper).values
+    for alone, (whole, again) in zip(plain, zero_ranks.run(train_and_resume, stage, folder).values, strict=True):
+        assert len(whole) == STEPS
+        assert whole[-1] == pytest.approx(alone[-1], rel=0.01)
+        assert whole[-1] < whole[0] - 0.5
+        assert again == whole[STEPS // 2 :]
+
+
+def check_refusal(zero_ranks, stage):
+    """The code is `ownership` on every rank, and offload stays off."""
+    for code, message, active in zero_ranks.run(offload_refusal, stage).values:
+        assert code == "ownership", message
+        assert not active
+
+
+@pytest.mark.gloo2
+@pytest.mark.parametrize("stage", STAGES)
+def test_trains_and_resumes_on_the_cpu(zero_ranks, tmp_path, stage):
+    """On two CPU ranks Gefen trains under ZeRO as it does without it."""
+    check_training(zero_ranks, str(tmp_path), stage)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("stage", STAGES)
+def test_trains_and_resumes_on_gpus(zero_ranks, tmp_path, stage):
+    """On two GPUs Gefen trains under ZeRO as it does without it."""
+    check_training(zero_ranks, str(tmp_path), stage)
+
+
+@pytest.mark.gloo2
+@pytest.mark.parametrize("stage", STAGES)
+def test_offload_is_refused_on_the_cpu(zero_ranks, stage):
+    """ZeRO replaces the parameter groups: offload says so before it says that they are on the CPU."""
+    check_refusal(zero_ranks, stage)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("stage", STAGES)
+def test_offload_is_refused_on_gpus(zero_ranks, stage):
+    """ZeRO replaces the parameter groups: offload says so."""
+    check_refusal(zero_ranks, stage)
+
+
+@pytest.mark.gloo2
+@pytest.mark.parametrize("stage", STAGES)
+def test_muon_refuses_flat_partitions(zero_ranks, stage):
+    """GefenMuon needs matrices; ZeRO's partitions are one-dimensional, and the error says both."""
+    for message in zero_ranks.run(muon_refusal, stage).values:
+        assert "2-D" in message
+        assert "ZeRO" in message

@@ -103,19 +103,24 @@ class _PrefixSums:
     def inner_costs(self, i: _Indices, j: _Indices) -> _Floats:
         """The weighted squared distance of each segment from its mean."""
         s = self._wx[j] - self._wx[i]
-        return (self._wxx[j] - self._wxx[i]) - s * s / (self._w[j] - self._w[i])
+        costs: _Floats = (self._wxx[j] - self._wxx[i]) - s * s / (self._w[j] - self._w[i])
+        return costs
 
     def first_costs(self) -> _Floats:
         """The weighted squared distance from -1 of the segments [0, j), for each j."""
-        return self._wxx + 2 * self._wx + self._w
+        costs: _Floats = self._wxx + 2 * self._wx + self._w
+        return costs
 
     def last_costs(self) -> _Floats:
         """The weighted squared distance from 1 of the segments [i, end), for each i."""
         s, w = self._wx[-1] - self._wx, self._w[-1] - self._w
-        return (self._wxx[-1] - self._wxx) - 2 * s + w
+        costs: _Floats = (self._wxx[-1] - self._wxx) - 2 * s + w
+        return costs
 
     def means(self, i: _Indices, j: _Indices) -> _Floats:
-        return (self._wx[j] - self._wx[i]) / (self._w[j] - self._w[i])
+        """The weighted mean of each segment."""
+        means: _Floats = (self._wx[j] - self._wx[i]) / (self._w[j] - self._w[i])
+        return means
 
 
 def _segment_bounds(sums: _PrefixSums, levels: int) -> _Indices:

@@ -1,0 +1,33 @@
+"""How state is offloaded: one frozen value, given to `offload_state_()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """`staging_bytes` is the size of one window; three of them live on the GPU for as long as offload is on.
+
+    A window holds at least one piece: where a piece is larger, the three slots grow to it. `pinned` registers the host
+    memory, which lets copies overlap with work; without it they are slower and one after another. With `deferred`
+    `step()` returns while the last windows are still being written back; whoever reads the state waits first, and an
+    error found then poisons. `verify_replicas` compares the parameters of the ranks of the default process group (or of
+    `process_group=`) at activation, load and add_param_group, and gives up after `verify_seconds`.
+
+    Raises ValueError where a number is out of range.
+    """
+
+    staging_bytes: int = 16 * MIB
+    pinned: bool = True
+    deferred: bool = False
+    verify_replicas: bool = True
+    verify_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.staging_bytes, int) or self.staging_bytes < 1:
+            raise ValueError(f"staging_bytes is {self.staging_bytes!r}: give the bytes of one window, a positive int")
+        if not self.verify_seconds > 0:
+            raise ValueError(f"verify_seconds is {self.verify_seconds!r}: give a positive number of seconds")

@@ -1,0 +1,192 @@
+"""What the machine, the software and the source were, before a run and after it; read without initialising CUDA."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gefen_offload.gate.checkout import Source
+
+PROBE = """
+import json, sys
+import torch
+nccl = triton = None
+try:
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+except Exception:
+    pass
+try:
+    import triton as t
+    triton = t.__version__
+except ImportError:
+    pass
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl, "triton": triton,
+                  "python": sys.version.split()[0]}))
+"""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One physical GPU, as the driver names it."""
+
+    uuid: str
+    name: str
+    driver: str
+    free_mib: int
+    total_mib: int
+
+
+@dataclass(frozen=True)
+class Software:
+    """The versions that decide bits and times; None for what is absent."""
+
+    python: str
+    torch: str | None
+    cuda: str | None = None
+    nccl: str | None = None
+    triton: str | None = None
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """The wheel under judgement and the folder into which it alone was installed."""
+
+    name: str
+    sha256: str
+    site: str
+    files: Mapping[str, str]
+    """SHA-256 of each installed file of the package, by its path below ``site``, read from disk."""
+    differs: tuple[str, ...] = ()
+    """Files of the package whose wheel content is not the checkout's."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One reading of everything that a verdict depends on and that a test cannot know."""
+
+    gpus: tuple[Gpu, ...]
+    foreign: tuple[str, ...]
+    """Processes that hold a GPU and that this run did not start."""
+    software: Software
+    source: Source | None
+    wheel: Wheel | None
+    package: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """For a foreign suite: SHA-256 of each file of the judged package, by its absolute path."""
+    cores: int = 1
+    host: str = ""
+    topology: str = ""
+    smoke: str | None = None
+    """None where the smoke all-reduce gave the known value or was not due; else what went wrong."""
+
+
+def gather(python: str, source: Source | None, wheel: Wheel | None, package: Mapping[str, str] | None = None) -> Facts:
+    """Read the machine and the interpreter that the sessions will use."""
+    return Facts(
+        gpus=gpus(),
+        foreign=foreign_processes(),
+        software=software(python),
+        source=source,
+        wheel=wheel,
+        package=package or {},
+        cores=len(os.sched_getaffinity(0)),
+        host=f"{platform.system()} {platform.release()} {platform.machine()}",
+        topology=nvidia_smi("topo", "-m"),
+    )
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES."""
+    rows = table("--query-gpu=uuid,name,driver_version,memory.free,memory.total")
+    found = [Gpu(u, n, d, whole(free), whole(total)) for u, n, d, free, total in rows]
+    return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(found: list[Gpu], setting: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that a CUDA_VISIBLE_DEVICES value leaves: indices or UUID beginnings, up to the first that is neither."""
+    if setting is None:
+        return tuple(found)
+    kept: list[Gpu] = []
+    for part in filter(None, (part.strip() for part in setting.split(","))):
+        if part.isdigit():
+            matches = found[int(part) : int(part) + 1]
+        else:
+            matches = [gpu for gpu in found if gpu.uuid.startswith(part)]
+        if len(matches) != 1:
+            break
+        kept += matches
+    return tuple(kept)
+
+
+def foreign_processes() -> tuple[str, ...]:
+    """Compute processes on the visible GPUs: before a run nobody's should be there, after it none of the run's."""
+    mine = {gpu.uuid for gpu in gpus()}
+    rows = table("--query-compute-apps=gpu_uuid,pid,used_memory")
+    return tuple(f"process {pid} on {uuid} ({used} MiB)" for uuid, pid, used in rows if uuid in mine)
+
+
+def table(query: str) -> list[list[str]]:
+    """Rows of an nvidia-smi query; none where there is no driver."""
+    text = nvidia_smi(query, "--format=csv,noheader,nounits")
+    return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if len(row) > 1]
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints; empty where it is absent or fails."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def whole(text: str) -> int:
+    """A whole number, or 0 for nvidia-smi's words for not known."""
+    return int(text) if text.isdigit() else 0
+
+
+def software(python: str = sys.executable) -> Software:
+    """The versions that the sessions' interpreter sees."""
+    done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        return Software(platform.python_version(), None)
+    return Software(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def to_json(value: Any) -> Any:
+    """Facts, findings and the like as plain JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(entry) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_json(entry) for entry in value]
+    if hasattr(value, "value") and hasattr(value, "name"):
+        return value.name
+    return str(value) if isinstance(value, Path) else value
+
+
+def from_json(data: Mapping[str, Any]) -> Facts:
+    """Facts read back from ``facts.json``."""
+    source, wheel = data["source"], data["wheel"]
+    return Facts(
+        gpus=tuple(Gpu(**gpu) for gpu in data["gpus"]),
+        foreign=tuple(data["foreign"]),
+        software=Software(**data["software"]),
+        source=Source(**{**source, "dirty": tuple(source["dirty"])}) if source else None,
+        wheel=Wheel(**{**wheel, "differs": tuple(wheel["differs"])}) if wheel else None,
+        package=data["package"],
+        cores=data["cores"],
+        host=data["host"],
+        topology=data["topology"],
+        smoke=data["smoke"],
+    )

@@ -1,0 +1,204 @@
+"""The mandatory lists, ``ci/mandatory/<tier>.txt``: which tests each tier must have run.
+
+A list begins with a line that holds its count and digest, so one that lost or gained a line by hand does not read as
+the one that ``gefen-offload gate manifest --update`` wrote. A foreign suite's plain list needs no such line.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gefen_offload.gate import checkout, session
+from gefen_offload.gate.record import Session
+from gefen_offload.gate.recorder import TIERS
+
+HEADER = re.compile(r"# (?P<count>\d+) ids, sha256 (?P<sha256>[0-9a-f]{64})")
+HARDWARE = re.compile(r"\b(?:[ABHVL]\d{1,2}0|(?i:rtx|geforce|tesla|nvidia|gpu-[0-9a-f]{8}|cuda:\d))\b")
+COLLECT_TIMEOUT = 900.0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What must have run."""
+
+    lists: Mapping[str, tuple[str, ...]]
+    """The mandatory test ids of each tier."""
+    exact: bool = True
+    """Whether each collected test of a tier must be in its list; a foreign suite's list may name a part."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Tiers whose list is not what was written, with what is wrong."""
+    shadowed: tuple[str, ...] = ()
+    """Test functions that a later definition in the same file replaced."""
+    required: tuple[str, ...] = ()
+    """Tiers that must have run on this machine."""
+
+
+def load(folder: Path) -> dict[str, tuple[str, ...]]:
+    """The lists in ``folder``, by tier; damage is left to :func:`read`."""
+    return dict(read(folder).lists)
+
+
+def read(folder: Path, required: tuple[str, ...] = (), shadowed: tuple[str, ...] = ()) -> Manifest:
+    """Read every tier's list from ``folder``."""
+    lists: dict[str, tuple[str, ...]] = {}
+    damaged: dict[str, str] = {}
+    for tier in TIERS:
+        path = folder / f"{tier}.txt"
+        if path.is_file():
+            lists[tier], wrong = parse(path.read_text(), headed=True)
+            if wrong:
+                damaged[tier] = wrong
+    return Manifest(lists, True, damaged, shadowed, required)
+
+
+def parse(text: str, headed: bool) -> tuple[tuple[str, ...], str]:
+    """The ids of one list, and what is wrong with it (empty if nothing)."""
+    ids = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    twice = [id for id, times in Counter(ids).items() if times > 1]
+    if twice:
+        return ids, f"lists {twice[0]} twice"
+    header = HEADER.search(text)
+    if header is None:
+        return ids, "has no line with its count and digest" if headed else ""
+    if int(header["count"]) != len(ids) or header["sha256"] != digest(ids):
+        return ids, f"says {header['count']} ids and another digest than its {len(ids)} lines have"
+    return ids, ""
+
+
+def digest(ids: Iterable[str]) -> str:
+    """The digest of a list of ids."""
+    return hashlib.sha256("\n".join(ids).encode()).hexdigest()
+
+
+def render(tier: str, ids: Iterable[str]) -> str:
+    """A list as a file."""
+    ordered = sorted(ids)
+    head = f"# Tests that the {tier} tier must run; written by: gefen-offload gate manifest --update\n"
+    return f"{head}# {len(ordered)} ids, sha256 {digest(ordered)}\n" + "".join(f"{id}\n" for id in ordered)
+
+
+def collect(root: Path, into: Path) -> Session:
+    """Collect the checkout's tests without running any and without a GPU; ``into`` receives ``collect.log``."""
+    path = checkout.view(root, into / "path")
+    arguments = ("--collect-only", "-q", "-p", "no:cacheprovider")
+    plan = session.Plan(
+        "collect",
+        sys.executable,
+        root,
+        arguments,
+        COLLECT_TIMEOUT,
+        path=(str(path),),
+        variables={"CUDA_VISIBLE_DEVICES": ""},
+    )
+    return session.run(plan, into)
+
+
+def by_tier(found: Session) -> dict[str, list[str]]:
+    """The collected ids of each tier."""
+    tiers: dict[str, list[str]] = {}
+    for id, marks in found.selected:
+        for mark in marks:
+            tiers.setdefault(mark, []).append(id)
+    return tiers
+
+
+def complaints(root: Path, found: Session, manifest: Manifest) -> list[str]:
+    """Everything that keeps the lists from being the collected tests, one line each."""
+    lines = [f"collection: {damage.value} ({text})" for damage, text in found.damage]
+    lines += [
+        f"collection {outcome}: {id}: {text.strip().splitlines()[-1:]}" for id, outcome, text in found.collect_errors
+    ]
+    lines += [f"internal error while collecting: {text[-300:]}" for text in found.internal_errors]
+    lines += [f"{tier}.txt {wrong}" for tier, wrong in manifest.damaged.items()]
+    lines += [f"defined twice in one file, the first never runs: {where}" for where in shadowed(root)]
+    lines += [f"not in exactly one tier ({', '.join(m) or 'none'}): {id}" for id, m in found.selected if len(m) != 1]
+    lines += [f"names hardware: {id}" for id, _ in found.selected if HARDWARE.search(id)]
+    lines += [f"collected {n} times: {id}" for id, n in Counter(found.collected).items() if n > 1]
+    return lines + differences(by_tier(found), manifest.lists)
+
+
+def differences(found: Mapping[str, list[str]], lists: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Where the lists and the collected tests differ."""
+    lines: list[str] = []
+    for tier in TIERS:
+        have, want = set(found.get(tier, ())), set(lists.get(tier, ()))
+        lines += [f"listed in {tier}.txt, not collected: {id}" for id in sorted(want - have)]
+        lines += [f"collected, not listed in {tier}.txt: {id}" for id in sorted(have - want)]
+    return lines
+
+
+def check(root: Path) -> list[str]:
+    """What is wrong with the committed lists; nothing, if they are exactly the collected tests."""
+    with tempfile.TemporaryDirectory(prefix="gefen-offload-manifest-") as scratch:
+        found = collect(root, Path(scratch))
+        wrong = complaints(root, found, read(root / "ci" / "mandatory"))
+        return wrong + log_of(found, Path(scratch))
+
+
+def update(root: Path) -> list[str]:
+    """Write the lists anew from what is collected; returns what keeps that from being possible."""
+    with tempfile.TemporaryDirectory(prefix="gefen-offload-manifest-") as scratch:
+        found = collect(root, Path(scratch))
+        log = log_of(found, Path(scratch))
+    tiers = by_tier(found)
+    wrong = complaints(root, found, Manifest({tier: tuple(ids) for tier, ids in tiers.items()})) + log
+    if wrong:
+        return wrong
+    folder = root / "ci" / "mandatory"
+    folder.mkdir(exist_ok=True)
+    for tier in TIERS:
+        path = folder / f"{tier}.txt"
+        if tier in tiers:
+            path.write_text(render(tier, tiers[tier]))
+        elif path.exists():
+            path.unlink()
+    return []
+
+
+def log_of(found: Session, folder: Path) -> list[str]:
+    """The end of the collecting session's output, where its record alone does not say what went wrong."""
+    return [f"  {line}" for line in session.tail(folder / "collect.log")] if found.damage else []
+
+
+def shadowed(root: Path, folders: tuple[str, ...] = ("tests", "tests_distributed")) -> tuple[str, ...]:
+    """Test functions and classes defined more than once in one scope of one file; only parsing sees the lost one."""
+    found: list[str] = []
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            try:
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+            except SyntaxError:
+                continue  # collection reports it
+            found += [f"{path.relative_to(root)}::{name}" for name in defined_twice(tree.body)]
+    return tuple(found)
+
+
+def defined_twice(body: list[ast.stmt], prefix: str = "") -> list[str]:
+    """Names of tests that this scope, or a test class in it, defines twice."""
+    definitions = list(scope(body))
+    names = Counter(prefix + node.name for node in definitions if node.name.lower().startswith("test"))
+    found = [name for name, times in names.items() if times > 1]
+    for node in definitions:
+        if isinstance(node, ast.ClassDef):
+            found += defined_twice(node.body, f"{prefix}{node.name}::")
+    return found
+
+
+def scope(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """The definitions in one scope, also those under if, try, with and loops."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node
+        else:
+            for name in ("body", "orelse", "finalbody"):
+                yield from scope(getattr(node, name, []))
+            for handler in getattr(node, "handlers", []):
+                yield from scope(handler.body)

@@ -1,0 +1,178 @@
+"""The evidence: a pytest plugin that appends each event to a file and flushes it, so that no ending loses what came before.
+
+This file is loaded by path inside the session that is judged, before anything of that session's own; it therefore
+imports only the standard library and pytest. Each line is a JSON object with a ``chain``: a keyed digest of the line and
+of all lines before it, so an edited, shortened or exchanged record does not read as the one that was written.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+import unittest
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VERSION = 1
+TIERS = ("cpu", "gloo2", "gloo4", "gloo8", "gpu1", "gpu2", "gpu4", "gpu8")
+LONGEST_TEXT = 4000
+
+
+def link(key: str, previous: str, body: str) -> str:
+    """The chain value of one line: keyed with the run's nonce, over the line and the value before it."""
+    return hmac.new(key.encode(), (previous + body).encode(), hashlib.sha256).hexdigest()[:24]
+
+
+class Recorder:
+    """Writes one session's events; of this process only, so that a forked child's echoes are not evidence."""
+
+    def __init__(self, path: Path, nonce: str, package: str | None) -> None:
+        self._path, self._nonce, self._package = path, nonce, package
+        self._chain, self._lines, self._owner = "", 0, os.getpid()
+        self._lock = threading.Lock()
+        self._collected: list[str] = []
+        self._bodies: set[str] = set()
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event and push it to the file at once."""
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            body = json.dumps({"kind": kind, **fields}, sort_keys=True, default=repr)
+            self._chain = link(self._nonce, self._chain, body)
+            self._file.write(json.dumps({"chain": self._chain, "body": body}) + "\n")
+            self._file.flush()
+            self._lines += 1
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Open the record: who runs, with what, from where."""
+        self.write(
+            "header",
+            version=VERSION,
+            nonce=self._nonce,
+            pid=self._owner,
+            python=sys.version.split()[0],
+            pytest=pytest.__version__,
+            arguments=list(config.invocation_params.args),
+            rootdir=str(config.rootpath),
+            time=time.time(),
+        )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Note every id before any other hook may drop, double or reorder it."""
+        self._collected = [item.nodeid for item in items]
+        self.write("collected", ids=self._collected)
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Note what selection left out."""
+        self.write("deselected", ids=[item.nodeid for item in items])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note what is going to run, each with its tier."""
+        self.write("selected", tests=[[item.nodeid, tiers_of(item)] for item in session.items])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what could not be collected, or was skipped whole."""
+        if report.outcome != "passed":
+            self.write("collect", id=report.nodeid, outcome=report.outcome, text=text_of(report))
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+        """See whether the test's own body is entered and left: a hook may call the test passed without running it."""
+        body = pyfuncitem.obj
+        if inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body):
+            self._bodies.add(pyfuncitem.nodeid)
+            return (yield)
+
+        @functools.wraps(body)
+        def entered(*args: object, **kwargs: object) -> object:
+            self._bodies.add(pyfuncitem.nodeid)
+            return body(*args, **kwargs)
+
+        pyfuncitem.obj = entered
+        try:
+            return (yield)
+        finally:
+            pyfuncitem.obj = body
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """Count the body of what is no plain function as run: unittest and doctest items cannot tell."""
+        cls = getattr(item, "cls", None)
+        if not isinstance(item, pytest.Function) or (cls is not None and issubclass(cls, unittest.TestCase)):
+            self._bodies.add(item.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note that a test begins, so that the one that never ended has a name."""
+        self._bodies.discard(nodeid)
+        self.write("start", id=nodeid, time=time.time())
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note one phase of one test."""
+        self.write(
+            "phase",
+            id=report.nodeid,
+            when=report.when,
+            outcome=report.outcome,
+            xfail=hasattr(report, "wasxfail"),
+            subtest=hasattr(report, "context"),
+            body=report.nodeid in self._bodies,
+            seconds=round(report.duration, 4),
+            text=text_of(report),
+            properties=[list(entry) for entry in report.user_properties] if report.when == "teardown" else [],
+        )
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Note an error of pytest's or of a hook."""
+        self.write("internal", text=str(excrepr)[-LONGEST_TEXT:])
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Close the record after every other hook has had its turn with the exit status."""
+        result = yield
+        self.write("imports", modules=modules_of(self._package), torch=torch_version())
+        self.write("end", status=int(session.exitstatus), lines=self._lines, time=time.time())
+        return result
+
+
+def tiers_of(item: pytest.Item) -> list[str]:
+    """The tier markers of a test; one, if the suite is in order."""
+    return sorted({mark.name for mark in item.iter_markers()} & set(TIERS))
+
+
+def text_of(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Why a phase did not pass: the reason of a skip, the end of a traceback."""
+    if report.outcome == "passed" and not hasattr(report, "wasxfail"):
+        return ""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])
+    return (getattr(report, "wasxfail", "") or report.longreprtext)[-LONGEST_TEXT:]
+
+
+def modules_of(package: str | None) -> dict[str, str]:
+    """The files of the judged package's modules that this session really loaded."""
+    if package is None:
+        return {}
+    loaded = {name: module for name, module in list(sys.modules.items()) if (name + ".").startswith(package + ".")}
+    return {name: str(getattr(module, "__file__", None)) for name, module in sorted(loaded.items())}
+
+
+def torch_version() -> str | None:
+    """The torch of this session, if it loaded one."""
+    return getattr(sys.modules.get("torch"), "__version__", None)

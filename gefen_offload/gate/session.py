@@ -1,0 +1,151 @@
+"""One judged pytest session: a process group of its own, a deadline, and a search for what it left behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gefen_offload.gate.record import Exit, Session, read
+
+LAUNCHER = Path(__file__).with_name("launch.py")
+MARK = "GEFEN_OFFLOAD_GATE_RUN"
+SCRUBBED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONPATH", "PYTHONSTARTUP", "PYTEST_CURRENT_TEST")
+"""Variables that change what a session runs without standing in its command line."""
+GRACE = 10.0
+"""Seconds that a finished session's helpers have to be gone."""
+POLL = 0.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: one tier's tests, on one interpreter, in one folder."""
+
+    tier: str
+    python: str
+    folder: Path
+    arguments: tuple[str, ...]
+    timeout: float
+    package: str | None = None
+    path: tuple[str, ...] = ()
+    """Put first on the session's module path: where the judged wheel is installed."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def run(plan: Plan, into: Path, watch: Callable[[Path], None] | None = None) -> Session:
+    """Run the session and read its record; ``into`` receives ``<tier>.jsonl`` and ``<tier>.log``.
+
+    ``watch`` is called now and then with the record's path, to show progress.
+    """
+    nonce = secrets.token_hex(8)
+    record, log = into / f"{plan.tier}.jsonl", into / f"{plan.tier}.log"
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command(plan, record, nonce),
+            cwd=plan.folder,
+            env=environment(plan, nonce),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            expired = not wait(process, plan.timeout, record, watch)
+        finally:
+            stop(process)
+    left = leftovers(nonce)
+    exit = Exit(process.returncode, expired, round(time.monotonic() - began, 2), left)
+    return read(record, plan.tier, nonce, exit)
+
+
+def command(plan: Plan, record: Path, nonce: str) -> list[str]:
+    """The session's command line."""
+    return [plan.python, str(LAUNCHER), str(record), nonce, plan.package or "", "--", *plan.arguments]
+
+
+def environment(plan: Plan, nonce: str) -> dict[str, str]:
+    """The caller's environment without what would change the session silently, and with this run's mark."""
+    kept = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
+    marks = ":".join(filter(None, [os.environ.get(MARK), nonce]))
+    added = {MARK: marks, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(plan.path)}
+    if not plan.path:
+        del added["PYTHONPATH"]
+    return {**kept, **added, **plan.variables}
+
+
+def wait(process: subprocess.Popen[bytes], timeout: float, record: Path, watch: Callable[[Path], None] | None) -> bool:
+    """Wait for the session's end; False when the deadline came first, its stacks then being in the log."""
+    deadline = time.monotonic() + timeout
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)
+            return False
+        if watch is not None:
+            watch(record)
+        time.sleep(POLL)
+    return True
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the session's own process group, politely first where it still runs."""
+    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        if process.poll() is None:
+            signal_group(process.pid, number)
+            try:
+                process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+    process.wait()
+
+
+def signal_group(group: int, number: int) -> None:
+    """Signal a process group, which may be gone."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def leftovers(nonce: str, grace: float = GRACE) -> tuple[str, ...]:
+    """Processes that carry this run's mark after its end: they get a grace to go, are named, and then killed."""
+    deadline = time.monotonic() + grace
+    while (found := marked(nonce)) and time.monotonic() < deadline:
+        time.sleep(POLL)
+    for pid in found:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return tuple(f"process {pid}: {line}" for pid, line in sorted(found.items()))
+
+
+def marked(nonce: str) -> dict[int, str]:
+    """Live processes whose environment carries the mark, with their command lines."""
+    name = f"{MARK}=".encode()
+    found: dict[int, str] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                variables = Path(entry.path, "environ").read_bytes().split(b"\0")
+                marks = next((value for value in variables if value.startswith(name)), b"").decode(errors="replace")
+                if nonce in marks.partition("=")[2].split(":"):
+                    line = Path(entry.path, "cmdline").read_bytes()
+                    found[int(entry.name)] = line.replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+            except OSError:
+                continue
+    return found
+
+
+def tail(path: Path, lines: int = 20) -> Sequence[str]:
+    """The last lines of a log."""
+    try:
+        return path.read_text(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return ()

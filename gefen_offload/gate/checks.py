@@ -50,9 +50,7 @@ class Place:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     names = ", ".join(CHECKS)
-    parser.add_argument(
-        "--only", action="append", choices=list(CHECKS), help=f"run only this check ({names}); repeatable"
-    )
+    parser.add_argument("--only", action="append", choices=list(CHECKS), help=f"run only this check: {names}")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
 
 

@@ -66,7 +66,7 @@ def interpreter(root: Path) -> str:
 
 
 def places(root: Path) -> list[Path]:
-    """Where an environment may stand, in order: as asked, in the checkout, in the user's cache, in a temporary folder."""
+    """Where an environment may stand, in order: as asked, in the checkout, in the user's cache, in a temp folder."""
     key = f"{hashlib.sha256(str(root).encode()).hexdigest()[:12]}-py{sys.version_info[0]}.{sys.version_info[1]}"
     asked = os.environ.get("GEFEN_OFFLOAD_VENV")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gefen_offload"

@@ -112,7 +112,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def visible(found: list[Gpu], setting: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that a CUDA_VISIBLE_DEVICES value leaves: indices or UUID beginnings, up to the first that is neither."""
+    """The GPUs that a CUDA_VISIBLE_DEVICES value leaves: indices or UUID beginnings, up to the first bad one."""
     if setting is None:
         return tuple(found)
     kept: list[Gpu] = []

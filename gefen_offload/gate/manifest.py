@@ -89,15 +89,8 @@ def collect(root: Path, into: Path) -> Session:
     """Collect the checkout's tests without running any and without a GPU; ``into`` receives ``collect.log``."""
     path = checkout.view(root, into / "path")
     arguments = ("--collect-only", "-q", "-p", "no:cacheprovider")
-    plan = session.Plan(
-        "collect",
-        sys.executable,
-        root,
-        arguments,
-        COLLECT_TIMEOUT,
-        path=(str(path),),
-        variables={"CUDA_VISIBLE_DEVICES": ""},
-    )
+    blind = {"CUDA_VISIBLE_DEVICES": ""}
+    plan = session.Plan("collect", sys.executable, root, arguments, COLLECT_TIMEOUT, path=(str(path),), variables=blind)
     return session.run(plan, into)
 
 
@@ -113,9 +106,7 @@ def by_tier(found: Session) -> dict[str, list[str]]:
 def complaints(root: Path, found: Session, manifest: Manifest) -> list[str]:
     """Everything that keeps the lists from being the collected tests, one line each."""
     lines = [f"collection: {damage.value} ({text})" for damage, text in found.damage]
-    lines += [
-        f"collection {outcome}: {id}: {text.strip().splitlines()[-1:]}" for id, outcome, text in found.collect_errors
-    ]
+    lines += [f"collection {outcome}: {id}: {last_line(text)}" for id, outcome, text in found.collect_errors]
     lines += [f"internal error while collecting: {text[-300:]}" for text in found.internal_errors]
     lines += [f"{tier}.txt {wrong}" for tier, wrong in manifest.damaged.items()]
     lines += [f"defined twice in one file, the first never runs: {where}" for where in shadowed(root)]
@@ -123,6 +114,11 @@ def complaints(root: Path, found: Session, manifest: Manifest) -> list[str]:
     lines += [f"names hardware: {id}" for id, _ in found.selected if HARDWARE.search(id)]
     lines += [f"collected {n} times: {id}" for id, n in Counter(found.collected).items() if n > 1]
     return lines + differences(by_tier(found), manifest.lists)
+
+
+def last_line(text: str) -> str:
+    """The last line of a traceback: the error itself."""
+    return (text.strip().splitlines() or [""])[-1]
 
 
 def differences(found: Mapping[str, list[str]], lists: Mapping[str, tuple[str, ...]]) -> list[str]:

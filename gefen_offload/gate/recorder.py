@@ -1,8 +1,8 @@
-"""The evidence: a pytest plugin that appends each event to a file and flushes it, so that no ending loses what came before.
+"""The evidence: a pytest plugin that appends each event to a file and flushes it, so that no ending loses the past.
 
 This file is loaded by path inside the session that is judged, before anything of that session's own; it therefore
-imports only the standard library and pytest. Each line is a JSON object with a ``chain``: a keyed digest of the line and
-of all lines before it, so an edited, shortened or exchanged record does not read as the one that was written.
+imports only the standard library and pytest. Each line is a JSON object with a ``chain``: a keyed digest of the line
+and of all lines before it, so an edited, shortened or exchanged record does not read as the one that was written.
 """
 
 from __future__ import annotations

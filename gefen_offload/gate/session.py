@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -107,10 +108,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def signal_group(group: int, number: int) -> None:
     """Signal a process group, which may be gone."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def leftovers(nonce: str, grace: float = GRACE) -> tuple[str, ...]:

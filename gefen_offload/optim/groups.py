@@ -1,0 +1,98 @@
+"""Parameter groups: their options, and the names of their parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROUP_OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise a ValueError naming the option, and its value, where one of a group's is missing or out of range."""
+    for name in GROUP_OPTIONS:
+        if name not in options:
+            raise ValueError(f"the parameter group has no {name!r}")
+    check_lr(options["lr"])
+    for name in ("beta1", "beta2"):
+        check_number(name, options[name], least=0.0, below=1.0)
+    check_number("eps", options["eps"], above=0.0)
+    check_number("weight_decay", options["weight_decay"], least=0.0)
+
+
+def check_lr(lr: object) -> None:
+    """Raise where `lr` is neither a number nor a 1-element tensor, or is negative or not finite."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; a tensor lr has exactly one element")
+        lr = float(lr)
+    check_number("lr", lr, least=0.0)
+
+
+def check_number(
+    name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> None:
+    """Raise where `value` is not a finite number with least <= value, above < value < below."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a number, not {value!r}")
+    if math.isfinite(value) and value >= least and above < value < below:
+        return
+    wanted = " and ".join(
+        f"{sign} {bound:g}" for sign, bound in ((">=", least), (">", above), ("<", below)) if math.isfinite(bound)
+    )
+    raise ValueError(f"{name} must be finite and {wanted or 'a number'}, not {value!r}")
+
+
+def split_betas(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with a `betas` pair, if it has one, written as `beta1` and `beta2`."""
+    if "betas" not in group:
+        return dict(group)
+    beta1, beta2 = group["betas"]
+    return {"beta1": beta1, "beta2": beta2, **{key: value for key, value in group.items() if key != "betas"}}
+
+
+def named(parameters: Tensor | Iterable[Any], prefix: str) -> tuple[list[Tensor], list[str], list[bool]]:
+    """The tensors, their names, and which of the names were made up (`prefix` and the position).
+
+    `parameters` is a tensor, or tensors and (name, tensor) pairs in an ordered collection.
+    """
+    if isinstance(parameters, (set, frozenset)):
+        raise TypeError("parameters must come in an ordered collection: a set's order changes between runs; use a list")
+    items: Sequence[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    tensors, names, made_up = [], [], []
+    for position, item in enumerate(items):
+        name, tensor = item if isinstance(item, tuple) else (None, item)
+        name = f"{prefix}param_{position}" if name is None else name
+        _check_parameter(tensor, name)
+        tensors.append(tensor)
+        names.append(name)
+        made_up.append(not isinstance(item, tuple))
+    return tensors, names, made_up
+
+
+def _check_parameter(tensor: object, name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"a parameter's name must be a string, not {name!r}")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; Gefen optimizes tensors")
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        wanted = "float16, bfloat16, float32 or float64"
+        raise TypeError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}; Gefen takes {wanted}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} has the layout {tensor.layout}; Gefen takes dense parameters")
+
+
+def check_distinct(new: Sequence[tuple[str, Tensor]], old: Iterable[Tensor]) -> None:
+    """Raise where a parameter comes twice; a tied one belongs in once, under one of its names."""
+    seen = {id(tensor): "an earlier group" for tensor in old}
+    for name, tensor in new:
+        if id(tensor) in seen:
+            raise ValueError(
+                f"{name} is also in {seen[id(tensor)]}: some parameters appear in more than one parameter group or "
+                "position; pass a tied parameter once"
+            )
+        seen[id(tensor)] = f"this group as {name}"

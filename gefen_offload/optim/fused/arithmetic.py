@@ -1,0 +1,139 @@
+"""The arithmetic of one element, in Triton, with each rounding where the plain path has it.
+
+Kernels that use these functions are compiled with `enable_fp_fusion=False`: a product and a sum are contracted only
+where `tl.fma` says so, which is where torch's own kernels contract them.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+ROW = tl.constexpr(20)  # int64 words of one piece's row in the table
+SLOTS = tl.constexpr(256)  # pieces of one launch
+
+
+@triton.jit
+def _probe():
+    pass
+
+
+INTERPRETED = tl.constexpr(isinstance(_probe, InterpretedFunction))
+
+
+@triton.jit
+def find_piece(starts):
+    """This program's piece and its tile in it; starts[k] is the first program of piece k, ascending."""
+    program = tl.program_id(0)
+    slots = tl.arange(0, SLOTS)
+    piece = tl.sum((tl.load(starts + slots) <= program).to(tl.int32), 0) - 1
+    return piece, program - tl.load(starts + piece)
+
+
+@triton.jit
+def address(word, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to DTYPE stored at `word`, which is a multiple of ALIGNED bytes."""
+    pointer = tl.load(word).to(tl.pointer_type(DTYPE))
+    if ALIGNED > 1:
+        pointer = tl.multiple_of(pointer, ALIGNED)
+    return pointer
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 to DTYPE, to nearest even. The interpreter would truncate to bfloat16, so there the bits are rounded."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as an integer that orders as |x| does, a NaN last: the largest is exact in any order and keeps a NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def lerp(m, g, weight):
+    """torch.lerp(m, g, weight), contracted as torch's CUDA kernel is."""
+    near = weight < 0.5
+    return tl.fma(tl.where(near, weight, weight - 1.0), g - m, tl.where(near, m, g))
+
+
+@triton.jit
+def divided(a, b, inverse):
+    """a / b, given inverse = 1 / b rounded: corrected once, so that it is a / b rounded but for rare last bits."""
+    q = a * inverse
+    return tl.fma(tl.fma(-q, b, a), inverse, q)
+
+
+@triton.jit
+def nearest(x, thresholds, bins, STEPS: tl.constexpr):
+    """The index of the level nearest to x, of [-1, 1]: the number of thresholds below x (see tables.py).
+
+    `bins` says how many thresholds lie below a bin of width 1/2048; inside one there are at most STEPS to compare with.
+    STEPS = 0 means that there may be many: then a binary search.
+    """
+    if STEPS == 0:
+        found = tl.zeros_like(x).to(tl.int32)
+        for step in tl.static_range(8):
+            half = 128 >> step
+            found += tl.where(x > tl.load(thresholds + found + (half - 1)), half, 0)
+    else:
+        cell = tl.fma(x, 2048.0, 2048.5).to(tl.int32)
+        cell = tl.minimum(tl.maximum(cell, 0), 4096)
+        base = tl.load(bins + cell).to(tl.int32)
+        found = base
+        for step in tl.static_range(STEPS):
+            found += (x > tl.load(thresholds + base + step)).to(tl.int32)
+    return found
+
+
+@triton.jit
+def block_mean(total, period, GRADIENT: tl.constexpr):
+    """The mean of g^2 over blocks from its sum, rounded as the plain path rounds it."""
+    mean = total * tl.div_rn(1.0, period.to(tl.float32))
+    if GRADIENT == tl.bfloat16:
+        mean = rounded(mean, tl.bfloat16).to(tl.float32)
+    return mean
+
+
+@triton.jit
+def square(g, GRADIENT: tl.constexpr):
+    """g^2 in float32, rounded to bfloat16 for a bfloat16 gradient."""
+    squared = g * g
+    if GRADIENT == tl.bfloat16:
+        squared = rounded(squared, tl.bfloat16).to(tl.float32)
+    return squared
+
+
+@triton.jit
+def averaged(old, mean, beta2, rest2):
+    """beta2 old + (1 - beta2) mean, as mul_ and add_ with alpha round it."""
+    return tl.fma(rest2, mean, old * beta2)
+
+
+@triton.jit
+def stepsize_of(root, inverse1, eps):
+    """(1/bc1) / (root + eps)."""
+    return tl.div_rn(1.0, root + eps) * inverse1
+
+
+@triton.jit
+def applied(p, update, decay, lr, PARAMETER: tl.constexpr):
+    """p (1 - lr wd), rounded; then p - lr update, rounded once."""
+    decayed = rounded(p * decay, PARAMETER).to(tl.float32)
+    return rounded(decayed - update * lr, PARAMETER)
+
+
+@triton.jit
+def rows_within(j, cols, magic):
+    """j // cols for 0 <= j < cols + 2**13. magic = ceil(2**32 / cols) below 2**15 columns; above, j passes one end."""
+    q = tl.umulhi(j.to(tl.uint32), magic.to(tl.uint32)).to(tl.int32)
+    q = tl.where(cols >= 32768, 0, q)
+    return q + (j - q * cols >= cols).to(tl.int32)

@@ -1,0 +1,205 @@
+"""The description of staged pieces that the kernels read: a row of 20 words each, in groups that one launch can step."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gefen_offload.optim import flat
+from gefen_offload.optim.fused.launch import Scratch
+from gefen_offload.optim.fused.plan import BlockPlan, FactorPlan, plan_blocks, plan_factors
+from gefen_offload.optim.work import Scalars, StagedPiece, Work
+
+ROW_WORDS = 20
+_WORDS = struct.Struct("<16q")
+_SCALARS = struct.Struct("<8f")
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What the pieces of one update launch have in common."""
+
+    long: bool
+    width: int
+    blocks: int
+    moment: int
+    parameter: torch.dtype
+    gradient: torch.dtype
+    exact: bool
+    aligned: int
+
+
+@dataclass(frozen=True)
+class FactorKind:
+    """What the matrices of one launch for row and column sums have in common."""
+
+    height: int
+    width: int
+    gradient: torch.dtype
+    aligned: int
+
+
+@dataclass
+class Group:
+    """Rows of one kind, and for each of the launches that read them every row's programs."""
+
+    warps: int
+    rows: list[bytes] = field(default_factory=list)
+    programs: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class Description:
+    """Staged pieces, described one by one. `scratch` is where their sums will lie."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.scratch = scratch
+        self.scratch.used = 0
+        self.elements = 0
+        self.steps: dict[StepKind | tuple[object, ...], Group] = {}
+        self.factors: dict[FactorKind | tuple[object, ...], Group] = {}
+        self._scalars: dict[tuple[int, bool], bytes] = {}
+        self._means: dict[int, int] = {}
+        self._held: list[Tensor] = []
+        self._copies: list[tuple[Tensor, int, Tensor]] = []
+
+    def add(self, staged: StagedPiece) -> None:
+        """Describe a piece: the update of its blocks and, for a matrix, the sums it needs."""
+        piece, tensors = staged.piece, staged.tensors
+        work, period, first = piece.work, piece.work.period, piece.first
+        blocks, position = piece.last - first, first * period
+        gradient = work.gradient if work.gradient.is_contiguous() else self._hold(work.gradient.contiguous())
+        parameter_at = self._parameter_at(work.parameter, position, blocks * period)
+        gradient_at = gradient.data_ptr() + position * gradient.element_size()
+        indices_at = tensors["m_codebook"].data_ptr()
+        addresses = parameter_at | gradient_at | indices_at
+        scalars = self._scalars.get((id(work.scalars), work.factored)) or self._pack(work.scalars, work.factored)
+        if work.factored:
+            v_row, v_col = tensors["v_row"], tensors["v_col"]
+            moments_at, columns_at, cols = v_row.data_ptr(), v_col.data_ptr(), v_col.numel()
+            addresses |= columns_at
+            mean = self._means.get(id(work))
+            if mean is None:
+                mean = self._add_matrix(work, gradient, (v_row.numel(), cols), (moments_at, columns_at), first, scalars)
+            magic = min(-(-(2**32) // cols), 2**32 - 1)
+        else:
+            moments_at, columns_at, cols, mean, magic = tensors["vmean"].data_ptr(), 0, 0, 0, 0
+        plan = plan_blocks(period, cols)
+        partials = self.scratch.take(2 * blocks * plan.parts) if plan.long else 0
+        results = self.scratch.take(4 * blocks) if plan.long else 0
+        row = _WORDS.pack(
+            parameter_at,
+            gradient_at,
+            indices_at,
+            tensors["m_magnitude"].data_ptr(),
+            moments_at,
+            columns_at,
+            blocks,
+            period,
+            position,
+            cols,
+            mean,
+            magic,
+            plan.length | plan.parts << 32,
+            partials,
+            results,
+            0,
+        )
+        key = (plan, work.parameter.dtype, work.gradient.dtype, alignment_of(period, plan, addresses))
+        group = self.steps.get(key) or self._step_group(plan, key)
+        group.rows.append(row + scalars)
+        group.programs.append((-(-blocks * max(1, plan.parts) // plan.blocks), blocks))
+        self.elements += blocks * period
+
+    def finish(self) -> None:
+        """Write the copies of parameters that are not contiguous back, on the current stream."""
+        for parameter, position, copy in self._copies:
+            flat.write(parameter, position, copy)
+
+    def _step_group(self, plan: BlockPlan, key: tuple[object, ...]) -> Group:
+        """The group of this kind; `key`, which names a plan and is quicker to look up, leads to it from now on."""
+        _, parameter, gradient, aligned = key
+        exact = plan.length == plan.width and not plan.long
+        kind = StepKind(plan.long, plan.width, plan.blocks, plan.moment, parameter, gradient, exact, aligned)  # type: ignore[arg-type]
+        group = self.steps.setdefault(kind, Group(plan.warps))
+        self.steps[key] = group
+        return group
+
+    def _add_matrix(
+        self,
+        work: Work,
+        gradient: Tensor,
+        shape: tuple[int, int],
+        averages: tuple[int, int],
+        first: int,
+        scalars: bytes,
+    ) -> int:
+        """Describe the row and column averages of a matrix, taken anew on its first piece; return where its mean lies."""
+        rows, cols = shape
+        plan = plan_factors(rows, cols)
+        fresh = plan.groups if first == 0 else 0
+        mean = self._means[id(work)] = self.scratch.take(1)
+        row = _WORDS.pack(
+            *averages,
+            gradient.data_ptr(),
+            rows,
+            cols,
+            plan.strip,
+            self.scratch.take(rows * plan.groups if fresh else 0),
+            self.scratch.take(cols * plan.strips if fresh else 0),
+            self.scratch.take(-(-rows // 512)),
+            mean,
+            fresh,
+            *[0] * 5,
+        )
+        aligned = 16 if cols % 16 == 0 and gradient.data_ptr() % 16 == 0 else 1
+        kind = FactorKind(plan.height, plan.width, gradient.dtype, aligned)
+        group = self.factors.setdefault(kind, Group(plan.warps))
+        group.rows.append(row + scalars)
+        columns = 1 + (-(-cols // 128) if fresh else 0)
+        group.programs.append((plan.strips * plan.groups if fresh else 0, -(-rows // 512), columns))
+        return mean
+
+    def _parameter_at(self, parameter: Tensor, position: int, elements: int) -> int:
+        if parameter.is_contiguous():
+            return parameter.data_ptr() + position * parameter.element_size()
+        copy = flat.read(parameter, position, position + elements)
+        self._copies.append((parameter, position, copy))
+        return copy.data_ptr()
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        self._held.append(tensor)
+        return tensor
+
+    def _pack(self, scalars: Scalars, factored: bool) -> bytes:
+        packed = self._scalars[id(scalars), factored] = pack_scalars(scalars, factored)
+        return packed
+
+
+def pack_scalars(scalars: Scalars, factored: bool) -> bytes:
+    """The half words of a row: float32 values, the second bias correction as torch's CUDA division by a scalar has it."""
+    values = (scalars.lr, scalars.decay, scalars.bias1, scalars.bias2)
+    if any(isinstance(value, Tensor) for value in values):
+        raise TypeError("the fused update takes hyper-parameters as Python floats; device scalars need the plain path")
+    lr, decay, bias1, bias2 = (float(value) for value in values)
+    inverse2 = np.float32(1) / np.float32(bias2 if factored else bias2**0.5)
+    return _SCALARS.pack(
+        1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, scalars.eps, decay, lr, 1 / bias1, float(inverse2)
+    )
+
+
+def alignment_of(period: int, plan: BlockPlan, addresses: int) -> int:
+    """The bytes that every address of a piece, or'ed into `addresses`, may be taken to be a multiple of.
+
+    [Note: alignment] The compiler lays a tile out by it, and a layout decides the order of a sum. So wherever there are
+    sums it must not depend on how a parameter was cut: it follows from the period where blocks are short, and for
+    others from addresses that are the same however the state is staged (state tensors are 16-byte aligned).
+    """
+    if period == plan.width and period < 16 and period > 1:
+        return period if addresses % period == 0 else 1
+    if addresses % 16:
+        return 1
+    return 16 if period % 16 == 0 or period == 1 else 1

@@ -1,0 +1,119 @@
+"""The row and column averages of g^2 and the mean of the row averages, in three launches.
+
+Sums are taken in two stages, in an order that depends on the matrix's shape alone. A launch serves many matrices; each
+has a row of 20 words in the table. Programs of a first stage take a strip of rows and a group of columns.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gefen_offload.optim.fused.arithmetic import ROW, address, averaged, find_piece
+
+# Words of a row, then float32 half words.
+ROWS_AT, COLUMNS_AT, GRADIENTS, ROWS, COLS, STRIP, ROW_PARTIALS, COLUMN_PARTIALS, ROW_SUMS, MEAN, FRESH = (
+    tl.constexpr(word) for word in range(11)
+)
+BETA2, REST2 = tl.constexpr(33), tl.constexpr(34)
+
+TINY = tl.constexpr(1.1754943508222875e-38)
+ROW_TILE = tl.constexpr(512)  # rows that a program of the second stage finishes
+COLUMN_TILE = tl.constexpr(128)  # columns that a program of the third launch finishes
+STACK = tl.constexpr(32)  # partial sums of a column added side by side
+
+
+@triton.jit
+def square_partials(
+    words, floats, starts, row, start, scratch, GRADIENT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr
+):
+    """Sums of g^2 along the rows and down the columns of a strip of rows and a group of WIDTH columns."""
+    piece, tile = find_piece(starts + start)
+    words += (row + piece) * ROW
+    rows = tl.load(words + ROWS)
+    cols = tl.load(words + COLS)
+    if ALIGNED == 16:
+        cols = tl.multiple_of(cols, 16)
+    height = tl.load(words + STRIP)
+    groups = (cols + WIDTH - 1) // WIDTH
+    strip = tile // groups
+    group = tile - strip * groups
+    col = group * WIDTH + tl.arange(0, WIDTH)
+    top = strip * height
+    end = tl.minimum(top + height, rows)
+    gradients = address(words + GRADIENTS, GRADIENT, ALIGNED)
+    row_partials = scratch + tl.load(words + ROW_PARTIALS) + group * rows
+    lanes = tl.arange(0, HEIGHT)
+    total = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    for first in range(top, end, HEIGHT):
+        at = first + lanes
+        inside = (at < end)[:, None] & (col < cols)[None, :]
+        g = tl.load(gradients + (at[:, None] * cols + col[None, :]), mask=inside, other=0.0).to(tl.float32)
+        squared = g * g
+        total += squared
+        tl.store(row_partials + at, tl.sum(squared, 1), mask=at < end)
+    column_partials = scratch + tl.load(words + COLUMN_PARTIALS) + strip * cols
+    tl.store(column_partials + col, tl.sum(total, 0), mask=col < cols)
+
+
+@triton.jit
+def finish_rows(words, floats, starts, row, start, scratch):
+    """The row averages (of a fresh matrix; else they are there), and the sums of 512 of them each."""
+    piece, tile = find_piece(starts + start)
+    words += (row + piece) * ROW
+    floats += (row + piece) * (2 * ROW)
+    rows = tl.load(words + ROWS)
+    cols = tl.load(words + COLS)
+    at = tile.to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
+    inside = at < rows
+    averages = address(words + ROWS_AT, tl.float32, 1) + at
+    r = tl.load(averages, mask=inside, other=0.0)
+    fresh = tl.load(words + FRESH)
+    if fresh > 0:
+        partials = scratch + tl.load(words + ROW_PARTIALS) + at
+        total = tl.zeros([ROW_TILE], tl.float32)
+        for group in range(0, fresh):
+            total += tl.load(partials + group * rows, mask=inside, other=0.0)
+        r = averaged(r, total * tl.div_rn(1.0, cols.to(tl.float32)), tl.load(floats + BETA2), tl.load(floats + REST2))
+        tl.store(averages, r, mask=inside)
+    tl.store(scratch + tl.load(words + ROW_SUMS) + tile, tl.sum(tl.where(inside, r, 0.0), 0))
+
+
+@triton.jit
+def finish_columns(words, floats, starts, row, start, scratch):
+    """The column averages of a fresh matrix; the first program of each matrix takes the mean of the row averages."""
+    piece, tile = find_piece(starts + start)
+    words += (row + piece) * ROW
+    floats += (row + piece) * (2 * ROW)
+    rows = tl.load(words + ROWS)
+    cols = tl.load(words + COLS)
+    if tile == 0:
+        lanes = tl.arange(0, ROW_TILE)
+        sums = scratch + tl.load(words + ROW_SUMS)
+        count = (rows + ROW_TILE - 1) // ROW_TILE
+        total = tl.zeros([ROW_TILE], tl.float32)
+        for done in range(0, count, ROW_TILE):
+            total += tl.load(sums + done + lanes, mask=done + lanes < count, other=0.0)
+        mean = tl.sum(total, 0) * tl.div_rn(1.0, rows.to(tl.float32))
+        mean = tl.where(mean < TINY, TINY, mean)  # keeps a NaN
+        tl.store(scratch + tl.load(words + MEAN), mean)
+    else:
+        at = (tile - 1).to(tl.int64) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
+        inside = at < cols
+        strips = (rows + tl.load(words + STRIP) - 1) // tl.load(words + STRIP)
+        partials = scratch + tl.load(words + COLUMN_PARTIALS) + at
+        stack = tl.arange(0, STACK)
+        added = tl.zeros([STACK, COLUMN_TILE], tl.float32)
+        for done in range(0, strips, STACK):
+            strip = done + stack
+            added += tl.load(
+                partials[None, :] + strip[:, None] * cols, mask=(strip < strips)[:, None] & inside[None, :], other=0.0
+            )
+        averages = address(words + COLUMNS_AT, tl.float32, 1) + at
+        c = tl.load(averages, mask=inside, other=0.0)
+        mean = tl.sum(added, 0) * tl.div_rn(1.0, rows.to(tl.float32))
+        c = averaged(c, mean, tl.load(floats + BETA2), tl.load(floats + REST2))
+        tl.store(averages, c, mask=inside)

@@ -1,0 +1,293 @@
+"""The update kernels: blocks that fit in a tile in one pass, longer ones in three launches.
+
+A launch steps many pieces. Each has a row of 20 words in a table; see `rows.py` for what they hold. A tile is BLOCKS
+segments of up to WIDTH elements. In the short kernel a segment is a block; in the long ones it is a part of a block.
+What a block's result depends on is the block alone, so neither the pieces nor the launches they are grouped into matter.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gefen_offload.optim.fused.arithmetic import (
+    ROW,
+    address,
+    applied,
+    averaged,
+    block_mean,
+    divided,
+    find_piece,
+    lerp,
+    magnitude_bits,
+    nearest,
+    rounded,
+    rows_within,
+    square,
+    stepsize_of,
+)
+
+# Words of a row; the hyper-parameters are float32, counted in half words.
+GRADIENTS, INDICES, MAGNITUDES, MOMENTS, COLUMNS = (tl.constexpr(word) for word in range(1, 6))
+COUNT, PERIOD, POSITION, COLS, MEAN, MAGIC, SPLIT, PARTIALS, RESULTS = (tl.constexpr(word) for word in range(6, 15))
+WEIGHT, BETA2, REST2, EPS, DECAY, LR, INVERSE1, INVERSE2 = (tl.constexpr(half) for half in range(32, 40))
+
+BLOCK_MOMENT = tl.constexpr(0)  # one second moment a block
+ALONG_ROWS = tl.constexpr(1)  # factored, and every segment lies inside one matrix row
+ANYWHERE = tl.constexpr(2)  # factored, with segments that may cross rows
+
+
+@triton.jit
+def _factored_stepsize(words, floats, means, start, local, lanes, within, inside, MOMENT: tl.constexpr, ALIGNED: tl.constexpr,
+    SPACED: tl.constexpr):
+    """The step size of each element of a tile: `start` is the piece's element that the tile begins at (int64)."""
+    rows = address(words + MOMENTS, tl.float32, 1)
+    columns = address(words + COLUMNS, tl.float32, ALIGNED)
+    position = start + tl.load(words + POSITION)
+    cols = tl.load(words + COLS)
+    magic = tl.load(words + MAGIC)
+    top = position // cols
+    j = (position - top * cols).to(tl.int32) + local
+    cols = cols.to(tl.int32)
+    row = rows_within(j, cols, magic)
+    col = j - row * cols
+    if MOMENT == ALONG_ROWS:  # local is the segments' beginnings: (BLOCKS,)
+        if ALIGNED == 16 and SPACED:
+            col = tl.multiple_of(col, 16)
+        r = tl.load(rows + top + row, mask=within, other=0.0)[:, None]
+        c = tl.load(columns + (col[:, None] + lanes[None, :]), mask=inside, other=0.0)
+    else:
+        r = tl.load(rows + top + row, mask=inside, other=0.0)
+        c = tl.load(columns + col, mask=inside, other=0.0)
+    mean = tl.load(means + tl.load(words + MEAN))
+    v = divided(r * c, mean, tl.div_rn(1.0, mean)) * tl.load(floats + INVERSE2)
+    return stepsize_of(tl.sqrt_rn(v), tl.load(floats + INVERSE1), tl.load(floats + EPS))
+
+
+@triton.jit
+def step_short(
+    words,
+    floats,
+    starts,
+    row,
+    start,
+    levels,
+    thresholds,
+    bins,
+    scratch,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MOMENT: tl.constexpr,
+    EXACT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Step BLOCKS whole blocks of at most WIDTH elements; EXACT: the period is WIDTH."""
+    piece, tile = find_piece(starts + start)
+    words += (row + piece) * ROW
+    floats += (row + piece) * (2 * ROW)
+    period = tl.load(words + PERIOD).to(tl.int32)
+    if EXACT:
+        period = WIDTH
+    first = tile.to(tl.int64) * BLOCKS
+    begin = first * period
+    block = first + tl.arange(0, BLOCKS)
+    lanes = tl.arange(0, WIDTH)
+    within = block < tl.load(words + COUNT)
+    segments = tl.arange(0, BLOCKS) * period
+    if ALIGNED == 16 and not EXACT:
+        segments = tl.multiple_of(segments, 16)
+    local = segments[:, None] + lanes[None, :]
+    inside = within[:, None] & (lanes < period)[None, :]
+    if EXACT:
+        inside = within[:, None] & (lanes < WIDTH)[None, :]
+    gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
+    indices = address(words + INDICES, tl.uint8, ALIGNED) + begin
+    parameters = address(words, PARAMETER, ALIGNED) + begin
+    magnitudes = address(words + MAGNITUDES, tl.float32, 1) + block
+
+    g = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
+    index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
+    p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+    magnitude = tl.load(magnitudes, mask=within, other=0.0)
+
+    m = lerp(tl.load(levels + index) * magnitude[:, None], g, tl.load(floats + WEIGHT))
+    m = tl.where(inside, m, 0.0)
+    largest = tl.max(magnitude_bits(m), 1).to(tl.float32, bitcast=True)
+    divisor = tl.where(largest == 0.0, 1.0, largest)
+    index = nearest(tl.div_rn(m, divisor[:, None]), thresholds, bins, STEPS)
+    tl.store(indices + local, index.to(tl.uint8), mask=inside)
+    tl.store(magnitudes, largest, mask=within)
+    m = tl.load(levels + index) * largest[:, None]
+
+    if MOMENT == BLOCK_MOMENT:
+        total = tl.sum(square(g, GRADIENT), 1)
+        moments = address(words + MOMENTS, tl.float32, 1) + block
+        v = tl.load(moments, mask=within, other=0.0)
+        v = averaged(v, block_mean(total, period, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
+        tl.store(moments, v, mask=within)
+        stepsize = stepsize_of(tl.sqrt_rn(v) * tl.load(floats + INVERSE2), tl.load(floats + INVERSE1), tl.load(floats + EPS))
+        update = m * stepsize[:, None]
+    elif MOMENT == ALONG_ROWS:
+        update = m * _factored_stepsize(words, floats, scratch, begin, segments, lanes, within, inside, MOMENT, ALIGNED, WIDTH >= 16)
+    else:
+        update = m * _factored_stepsize(words, floats, scratch, begin, local, lanes, within, inside, MOMENT, ALIGNED, False)
+    new = applied(p, update, tl.load(floats + DECAY), tl.load(floats + LR), PARAMETER)
+    tl.store(parameters + local, new, mask=inside)
+
+
+@triton.jit
+def _long_tile(words, tile, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The tile's segments, their blocks, their first elements in the piece, and which lanes they fill."""
+    period = tl.load(words + PERIOD)
+    length = tl.load(words + SPLIT) & 0xFFFFFFFF
+    per_block = tl.load(words + SPLIT) >> 32
+    segment = tile.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    block = segment // per_block
+    part = segment - block * per_block
+    begin = block * period + part * length
+    if ALIGNED == 16:
+        begin = tl.multiple_of(begin, 16)
+    filled = tl.minimum(length, period - part * length)
+    within = block < tl.load(words + COUNT)
+    return segment, block, begin, tl.where(within, filled, 0), within
+
+
+@triton.jit
+def long_partials(
+    words,
+    floats,
+    starts,
+    row,
+    start,
+    levels,
+    thresholds,
+    bins,
+    scratch,
+    GRADIENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MOMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Of each segment of long blocks: the largest |m|, and the sum of g^2, into two slots of the scratch."""
+    piece, tile = find_piece(starts + start)
+    words += (row + piece) * ROW
+    floats += (row + piece) * (2 * ROW)
+    segment, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
+    lanes = tl.arange(0, WIDTH)
+    inside = lanes[None, :] < filled[:, None]
+    local = begin[:, None] + lanes[None, :]
+    g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
+    index = tl.load(address(words + INDICES, tl.uint8, ALIGNED) + local, mask=inside, other=0).to(tl.int32)
+    magnitude = tl.load(address(words + MAGNITUDES, tl.float32, 1) + block, mask=within, other=0.0)
+    m = lerp(tl.load(levels + index) * magnitude[:, None], g, tl.load(floats + WEIGHT))
+    m = tl.where(inside, m, 0.0)
+    slots = scratch + tl.load(words + PARTIALS) + segment * 2
+    tl.store(slots, tl.max(magnitude_bits(m), 1).to(tl.float32, bitcast=True), mask=within)
+    if MOMENT == BLOCK_MOMENT:
+        tl.store(slots + 1, tl.sum(square(g, GRADIENT), 1), mask=within)
+
+
+@triton.jit
+def long_blocks(
+    words,
+    floats,
+    starts,
+    row,
+    start,
+    levels,
+    thresholds,
+    bins,
+    scratch,
+    GRADIENT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Of each long block: its magnitude and second moment, from its segments; the old magnitude stays in the scratch."""
+    piece, block = find_piece(starts + start)
+    words += (row + piece) * ROW
+    floats += (row + piece) * (2 * ROW)
+    per_block = (tl.load(words + SPLIT) >> 32).to(tl.int32)
+    partials = scratch + tl.load(words + PARTIALS) + block.to(tl.int64) * per_block * 2
+    results = scratch + tl.load(words + RESULTS) + block.to(tl.int64) * 4
+    lanes = tl.arange(0, WIDTH)
+    largest = tl.zeros([WIDTH], tl.int32)
+    total = tl.zeros([WIDTH], tl.float32)
+    for done in range(0, per_block, WIDTH):
+        inside = done + lanes < per_block
+        slots = partials + (done + lanes) * 2
+        largest = tl.maximum(largest, magnitude_bits(tl.load(slots, mask=inside, other=0.0)))
+        if MOMENT == BLOCK_MOMENT:
+            total += tl.load(slots + 1, mask=inside, other=0.0)
+    magnitudes = address(words + MAGNITUDES, tl.float32, 1) + block
+    tl.store(results, tl.load(magnitudes))
+    magnitude = tl.max(largest, 0).to(tl.float32, bitcast=True)
+    tl.store(results + 1, magnitude)
+    tl.store(magnitudes, magnitude)
+    if MOMENT == BLOCK_MOMENT:
+        moments = address(words + MOMENTS, tl.float32, 1) + block
+        mean = block_mean(tl.sum(total, 0), tl.load(words + PERIOD), GRADIENT)
+        v = averaged(tl.load(moments), mean, tl.load(floats + BETA2), tl.load(floats + REST2))
+        tl.store(moments, v)
+        root = tl.sqrt_rn(v) * tl.load(floats + INVERSE2)
+        tl.store(results + 2, stepsize_of(root, tl.load(floats + INVERSE1), tl.load(floats + EPS)))
+
+
+@triton.jit
+def step_long(
+    words,
+    floats,
+    starts,
+    row,
+    start,
+    levels,
+    thresholds,
+    bins,
+    scratch,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MOMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Step segments of long blocks, whose magnitudes and second moments `long_blocks` has left in the scratch."""
+    piece, tile = find_piece(starts + start)
+    words += (row + piece) * ROW
+    floats += (row + piece) * (2 * ROW)
+    _, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
+    lanes = tl.arange(0, WIDTH)
+    inside = lanes[None, :] < filled[:, None]
+    local = begin[:, None] + lanes[None, :]
+    indices = address(words + INDICES, tl.uint8, ALIGNED)
+    parameters = address(words, PARAMETER, ALIGNED)
+    g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
+    index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
+    p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+    results = scratch + tl.load(words + RESULTS) + block * 4
+    magnitude = tl.load(results, mask=within, other=0.0)
+    largest = tl.load(results + 1, mask=within, other=0.0)
+    m = lerp(tl.load(levels + index) * magnitude[:, None], g, tl.load(floats + WEIGHT))
+    divisor = tl.where(largest == 0.0, 1.0, largest)
+    index = nearest(tl.div_rn(m, divisor[:, None]), thresholds, bins, STEPS)
+    tl.store(indices + local, index.to(tl.uint8), mask=inside)
+    m = tl.load(levels + index) * largest[:, None]
+    if MOMENT == BLOCK_MOMENT:
+        update = m * tl.load(results + 2, mask=within, other=0.0)[:, None]
+    else:
+        origin = tl.min(tl.where(within, begin, 0x7FFFFFFFFFFFFFFF), 0)
+        near = (begin - origin).to(tl.int32)
+        if MOMENT == ALONG_ROWS:
+            near = tl.where(within, near, 0)
+            update = m * _factored_stepsize(words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True)
+        else:
+            near = tl.where(within, near, 0)[:, None] + lanes[None, :]
+            update = m * _factored_stepsize(words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True)
+    new = applied(p, update, tl.load(floats + DECAY), tl.load(floats + LR), PARAMETER)
+    tl.store(parameters + local, new, mask=inside)

@@ -1,0 +1,101 @@
+"""Launching Triton kernels with little work on the host, and the tables they read.
+
+[Note: launches] Triton's own launcher inspects every argument on every call. Here a kernel is compiled by its first
+ordinary launch and then started through what that launch returned, with addresses for pointers. That is sound because
+the arguments are always of the same kinds: buffers of ours, 16-byte aligned, and integers nobody specialises on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gefen_offload.optim.fused.arithmetic import INTERPRETED
+
+
+class Kernel:
+    """A Triton kernel, compiled once for each choice of constants; `launches` counts its starts."""
+
+    launches = 0
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self, programs: int, buffers: Sequence[Tensor], numbers: Sequence[int], constants: tuple[Any, ...], warps: int
+    ) -> None:
+        """Start `programs` programs on the current stream of the current device.
+
+        The kernel's parameters are the `buffers`, the `numbers` and the `constants`, in the order of `self.order`.
+        """
+        Kernel.launches += 1
+        key = (constants, warps, buffers[0].device)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._function[(programs,)](
+                *_interleaved(buffers, numbers), *constants, num_warps=warps, enable_fp_fusion=False
+            )
+            if not INTERPRETED.value:
+                self._compiled[key] = compiled
+            return
+        compiled[(programs, 1, 1)](*_interleaved([b.data_ptr() for b in buffers], numbers), *constants)
+
+
+def _interleaved(buffers: Sequence[Any], numbers: Sequence[int]) -> tuple[Any, ...]:
+    """words, floats, starts; row, start; then the other buffers."""
+    return (*buffers[:3], *numbers, *buffers[3:])
+
+
+class Table:
+    """A table of one call's pieces: written in pinned memory, copied to the device in one piece."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.event = torch.cuda.Event() if device.type == "cuda" else None
+        self._used = False
+        self._reserve(4096)
+
+    def _reserve(self, words: int) -> None:
+        pinned = self._device.type == "cuda"
+        self._host = torch.empty(words, dtype=torch.int64, pin_memory=pinned)
+        self._bytes = memoryview(self._host.numpy()).cast("B")
+        words_there = torch.empty(words, dtype=torch.int64, device=self._device)
+        self.buffers = (words_there, words_there.view(torch.float32), words_there.view(torch.int32))
+
+    def upload(self, content: bytes) -> None:
+        """Put `content` (a multiple of 8 bytes) at the beginning of the device's table, on the current stream."""
+        if self._used and self.event is not None:
+            self.event.synchronize()  # [Note: reuse] neither the copy nor a kernel may still read the old content
+        words = len(content) // 8
+        if words > self._host.numel():
+            self._reserve(2 * words)
+        self._bytes[: len(content)] = content
+        self.buffers[0][:words].copy_(self._host[:words], non_blocking=True)
+
+    def release(self) -> None:
+        """The launches that read this content are all queued."""
+        self._used = True
+        if self.event is not None:
+            self.event.record()
+
+
+class Scratch:
+    """Device memory for sums between launches of one flush; it only ever grows."""
+
+    def __init__(self, device: torch.device, floats: int) -> None:
+        self.tensor = torch.empty(floats, dtype=torch.float32, device=device)
+        self.used = 0
+
+    def take(self, floats: int) -> int:
+        """The position of `floats` new floats, a multiple of 4."""
+        position, self.used = self.used, self.used + (floats + 3) // 4 * 4
+        return position
+
+    def fit(self) -> None:
+        """Make room for what has been taken."""
+        if self.used > self.tensor.numel():
+            self.tensor = torch.empty(self.used, dtype=torch.float32, device=self.tensor.device)

@@ -1,0 +1,79 @@
+"""The codebook as the kernels use it.
+
+[Note: thresholds] The nearest level is the lower neighbour lo of x as long as fl(x - lo) <= fl(hi - x). The left side
+never falls and the right side never rises as x grows, so between two levels there is a greatest float32 for which it
+holds: the threshold. The index of the nearest level is the number of thresholds below x, ties and repeated levels
+included: exactly `codebook.nearest_level`, which a search on rounded midpoints is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CELLS = 4097  # of width 1/2048, the first and the last centred on -1 and 1
+MOST_STEPS = 4
+
+_HALVES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class LevelTables:
+    """Device copies: the levels rounded to each gradient dtype, the thresholds, and how many lie below each cell.
+
+    `steps` is the most thresholds of one cell, or 0 where there are too many to compare with one after the other.
+    """
+
+    levels: dict[torch.dtype, Tensor]
+    thresholds: Tensor
+    cells: Tensor
+    steps: int
+
+
+def build_tables(levels: Tensor) -> LevelTables:
+    """The tables of a codebook, float32 (256,), ascending. Reads it on the host, so it waits for the device."""
+    bounds = thresholds_of(levels.detach().cpu().numpy())
+    cells = cell_of(bounds)
+    below = np.searchsorted(cells, np.arange(CELLS), side="left").astype(np.uint8)
+    most = int(np.bincount(cells, minlength=CELLS).max())
+    padded = np.full(256 + MOST_STEPS, np.inf, dtype=np.float32)
+    padded[: len(bounds)] = bounds
+    device = levels.device
+    return LevelTables(
+        levels={dtype: levels.to(dtype).to(torch.float32).contiguous() for dtype in _HALVES},
+        thresholds=torch.from_numpy(padded).to(device),
+        cells=torch.from_numpy(below).to(device),
+        steps=most if most <= MOST_STEPS else 0,
+    )
+
+
+def cell_of(x: Any) -> Any:
+    """The cell of each float32 x of [-1, 1], as the kernels compute it."""
+    return np.clip((x * np.float32(2048) + np.float32(2048.5)).astype(np.int32), 0, CELLS - 1)
+
+
+def thresholds_of(levels: Any) -> Any:
+    """For each two neighbouring levels, the greatest float32 whose nearest level is the lower one: float32 (255,)."""
+    low, high = levels[:-1], levels[1:]
+    left, right = _ordinal(low), _ordinal(high)  # the lower level holds at left, and no longer at right
+    while np.any(right - left > 1):
+        middle = (left + right) // 2
+        x = _from_ordinal(middle)
+        lower = x - low <= high - x
+        left, right = np.where(lower, middle, left), np.where(lower, right, middle)
+    return _from_ordinal(left)
+
+
+def _ordinal(x: Any) -> Any:
+    """Integers that order as the float32 values do, next to each other where those are; -0 and 0 are one."""
+    bits = (x + np.float32(0)).astype(np.float32).view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+def _from_ordinal(ordinal: Any) -> Any:
+    bits = np.where(ordinal < 0, -ordinal | 0x80000000, ordinal).astype(np.uint32)
+    return bits.view(np.float32)

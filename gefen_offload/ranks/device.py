@@ -1,0 +1,20 @@
+"""Taking the GPU that the lease gave this rank."""
+
+from __future__ import annotations
+
+import torch
+
+from gefen_offload.ranks.wire import Join
+
+
+def take_device(join: Join) -> str:
+    """Make `cuda:rank` current and return its UUID; it must be the leased one."""
+    count = torch.cuda.device_count()
+    if count != len(join.devices):
+        raise RuntimeError(f"{count} GPUs are visible, the lease is for {len(join.devices)}: {', '.join(join.devices)}")
+    torch.cuda.set_device(join.rank)
+    torch.zeros(1, device=torch.device("cuda", join.rank))  # makes the context now
+    found = f"GPU-{torch.cuda.get_device_properties(join.rank).uuid}".replace("GPU-GPU-", "GPU-")
+    if found != join.devices[join.rank]:
+        raise RuntimeError(f"cuda:{join.rank} is {found}, the lease says {join.devices[join.rank]}")
+    return found

@@ -1,0 +1,83 @@
+"""Looking at ranks that did not finish, before anything is torn down: state, Python stacks, last collective."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gefen_offload.ranks.rank import DUMP_SIGNAL
+
+if TYPE_CHECKING:
+    from gefen_offload.ranks.process import RankProcess
+
+PATIENCE = 0.5  # seconds for all stacks together
+_QUIET = 0.04
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one stuck process showed."""
+
+    state: str
+    stack: str
+    collective: str
+
+
+def look(processes: Sequence[RankProcess]) -> list[Look]:
+    """Look at every process at once; stopped ones are continued so that they can say where they are."""
+    states = [p.state() for p in processes]
+    before = [_size(p.boot.file("stack")) for p in processes]
+    for process, found in zip(processes, states, strict=True):
+        if found == "stopped":
+            _send(process.pid, signal.SIGCONT)
+        if _handles(process.pid, DUMP_SIGNAL):
+            _send(process.pid, DUMP_SIGNAL)
+    _wait_for_stacks([p.boot.file("stack") for p in processes], before)
+    return [
+        Look(found, _read(p.boot.file("stack"), start), p.page.read().collective_text())
+        for p, found, start in zip(processes, states, before, strict=True)
+    ]
+
+
+def _wait_for_stacks(files: Sequence[Path], before: Sequence[int]) -> None:
+    """Until every file has grown and rests, or patience ends."""
+    limit = time.monotonic() + PATIENCE
+    sizes = list(before)
+    while time.monotonic() < limit:
+        time.sleep(_QUIET)
+        now = [_size(f) for f in files]
+        if now == sizes and all(n > b for n, b in zip(now, before, strict=True)):
+            return
+        sizes = now
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal: early in its start it has none and would die of it."""
+    with contextlib.suppress(OSError, IndexError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _read(path: Path, start: int) -> str:
+    if not path.exists():
+        return ""
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read().decode("utf-8", "replace").strip()

@@ -1,0 +1,76 @@
+"""The text of a failed run: first cause, then what it set off, then what the others were doing."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gefen_offload.ranks.outcome import Kind, Outcome, Verdict
+
+OUTPUT_LINES = 30
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a report is made of beside the outcomes; each list has one text a rank."""
+
+    title: str
+    stdout: Sequence[str]
+    stderr: Sequence[str]
+    notes: Sequence[str] = ()
+
+
+def report(verdict: Verdict, outcomes: Sequence[Outcome], evidence: Evidence) -> str:
+    """The whole report, the first cause on its first line."""
+    bad = [o for o in outcomes if o.bad]
+    first = verdict.first
+    lines = [f"{evidence.title}: {_summary(verdict, bad, len(outcomes))}"]
+    if first is not None:
+        lines += ["", f"first cause: {first.headline()} ({first.seconds:.2f} s after dispatch)", *_details(first)]
+    for outcome in verdict.secondary:
+        label = "also" if _independent(outcome) else "secondary"
+        lines += ["", f"{label}: {outcome.headline()}", *_details(outcome)]
+    for outcome in outcomes:
+        if not outcome.bad and first is not outcome:
+            lines.append(f"rank {outcome.rank} {outcome.kind.value}")
+    lines += [*_output(evidence), *(("", *evidence.notes) if evidence.notes else ())]
+    return "\n".join(lines)
+
+
+def _summary(verdict: Verdict, bad: Sequence[Outcome], world: int) -> str:
+    if verdict.reason:
+        return verdict.reason
+    ranks = ", ".join(str(o.rank) for o in bad if o.kind is not Kind.BLOCKED)
+    return f"rank {ranks} of {world} failed; {verdict.first.headline() if verdict.first else verdict.kind.value}"
+
+
+def _independent(outcome: Outcome) -> bool:
+    return outcome.kind is not Kind.BLOCKED and not (outcome.failure is not None and outcome.failure.is_connection)
+
+
+def _details(outcome: Outcome) -> list[str]:
+    details = []
+    if outcome.failure is not None:
+        details.append(outcome.failure.traceback.rstrip())
+    if outcome.collective and outcome.kind is not Kind.RAISED:
+        details.append(f"last collective: {outcome.collective}")
+    if outcome.stack:
+        details += ["Python stack:", outcome.stack]
+    return [textwrap.indent("\n".join(details), "    ")] if details else []
+
+
+def _output(evidence: Evidence) -> list[str]:
+    lines: list[str] = []
+    for stream, texts in (("stdout", evidence.stdout), ("stderr", evidence.stderr)):
+        for rank, text in enumerate(texts):
+            if text.strip():
+                lines += ["", f"{stream} of rank {rank}:", textwrap.indent(_tail(text), "    ")]
+    return lines
+
+
+def _tail(text: str) -> str:
+    kept = text.rstrip().splitlines()
+    if len(kept) <= OUTPUT_LINES:
+        return "\n".join(kept)
+    return "\n".join([f"... {len(kept) - OUTPUT_LINES} lines before ...", *kept[-OUTPUT_LINES:]])

@@ -86,7 +86,6 @@ def fit_levels(points: _Floats, weights: _Floats, levels: int) -> _Floats:
         bounds = _segment_bounds(sums, levels)
         inner = sums.means(bounds[:-1], bounds[1:])
     inner[0], inner[-1] = -1.0, 1.0
-    inner.sort()
     return inner
 
 

@@ -81,6 +81,12 @@ def test_a_gradient_that_overflows_takes_its_period_from_the_shape(value: float)
     assert find_period(gradient, torch.Size([96])) == 96
 
 
+def test_errors_that_are_not_all_finite_decide_nothing() -> None:
+    """One error that is not a number sets the others aside, even where they have a clear winner."""
+    assert choose_period([0.0, 3.0, 3.0, 1.0, 1.0, 1.0], torch.Size([64])) == 8
+    assert choose_period([0.0, 3.0, 3.0, 1.0, 1.0, float("nan")], torch.Size([64])) == 64
+
+
 @pytest.mark.parametrize(
     ("shape", "period"),
     [

@@ -49,6 +49,11 @@ class Batch:
         return self.pieces[0].piece.work.scalars
 
     @property
+    def period(self) -> int:
+        """The length of every block."""
+        return self.pieces[0].piece.work.period
+
+    @property
     def factored(self) -> bool:
         """Whether the pieces have row and column vectors for a second moment."""
         return self.pieces[0].piece.work.factored
@@ -59,10 +64,7 @@ class Batch:
 
     def gradients(self) -> list[Tensor]:
         """Each piece's gradient, (blocks, period)."""
-        return [
-            staged.piece.work.gradient[slice(*_range(staged))].view(-1, staged.piece.work.period)
-            for staged in self.pieces
-        ]
+        return [staged.piece.work.gradient[slice(*_range(staged))].view(-1, self.period) for staged in self.pieces]
 
     def gradient(self) -> Tensor:
         """The gradient, (blocks, period)."""
@@ -79,7 +81,7 @@ class Batch:
     def parameter(self) -> Tensor:
         """The parameters' values, (blocks, period)."""
         parts = [flat.read(staged.piece.work.parameter, *_range(staged)) for staged in self.pieces]
-        return self.join([part.view(-1, self.pieces[0].piece.work.period) for part in parts])
+        return self.join([part.view(-1, self.period) for part in parts])
 
     def store_parameter(self, values: Tensor) -> None:
         """Write the parameters' values back, where they are not already there."""

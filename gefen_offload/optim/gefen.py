@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gefen_offload.offload.mixin import StateOffloadMixin
 from gefen_offload.offload.schema import Cut, StateSchema, TensorEntry
 from gefen_offload.optim import checkpoint
+from gefen_offload.optim import fused as kernels
 from gefen_offload.optim.codebook import BINS, block_histogram, requantise_map, solve_codebook
 from gefen_offload.optim.groups import check_distinct, check_number, check_options, named, split_betas
 from gefen_offload.optim.levels import Levels, Remap
@@ -20,6 +21,8 @@ from gefen_offload.optim.period import find_period
 from gefen_offload.optim.shard import is_sharded, local_of
 from gefen_offload.optim.update import plain_update
 from gefen_offload.optim.work import PIECE_ELEMENTS, Piece, Scalars, StagedPiece, Work, cut
+
+Updater = Callable[[Sequence[StagedPiece], Tensor], None]
 
 MOMENTS = (
     checkpoint.Moment("vmean_step", checkpoint.block_shapes),
@@ -95,7 +98,7 @@ class Gefen(StateOffloadMixin, Optimizer):
             verbose=verbose,
         )
         self._check_group(defaults)
-        super().__init__(_as_groups(params), defaults)
+        super().__init__(as_groups(params), defaults)
 
     def _set_up(
         self,
@@ -114,6 +117,11 @@ class Gefen(StateOffloadMixin, Optimizer):
                 f"capturable=True and codebook_refresh_every={codebook_refresh_every} exclude each other: the codebook "
                 "is learnt on the host, which a replayed CUDA graph never returns to"
             )
+        if fused and capturable:
+            raise ValueError(
+                "fused=True and capturable=True exclude each other: the fused kernels take their hyper-parameters from "
+                "the host; leave fused at None"
+            )
         self._fused = fused
         self._factored_v_2d = factored_v_2d
         self._refresh_every = codebook_refresh_every
@@ -122,6 +130,7 @@ class Gefen(StateOffloadMixin, Optimizer):
         one = (period_one_substrings,) if isinstance(period_one_substrings, str) else period_one_substrings
         self._period_one_substrings = tuple(fragment.lower() for fragment in one)
         self._verbose = verbose
+        self._updaters: dict[torch.device, Updater] = {}
         self._levels = Levels()
         self._global_step: int | Tensor = 0
 
@@ -136,6 +145,8 @@ class Gefen(StateOffloadMixin, Optimizer):
         tensors, names, made_up = named(group["params"], prefix)
         check_distinct(list(zip(names, tensors, strict=True)), (p for g in self.param_groups for p in g["params"]))
         self._check_group({**self.defaults, **group})
+        if self._fused:
+            _require_kernels(zip(names, tensors, strict=True))
         super().add_param_group({**group, "params": tensors, "param_names": names, "param_names_synthesized": made_up})
         for tensor, name in zip(tensors, names, strict=True):
             self.state[tensor] = {"name": name}
@@ -159,7 +170,7 @@ class Gefen(StateOffloadMixin, Optimizer):
         if graded:
             self._prepare(graded)
             works = self._works(graded)
-            self._run_update(self._cut(works), self._update)
+            self._run_update(self._cut(works), self._update, divisible=self._divisible(works))
             self._count(works)
         self._global_step += 1
         return loss
@@ -244,11 +255,24 @@ class Gefen(StateOffloadMixin, Optimizer):
 
     def _cut(self, works: Sequence[Work]) -> list[Piece]:
         """The pieces of a step; the same whether the state is resident or offloaded."""
-        return cut(works, PIECE_ELEMENTS)
+        return cut(works, None if self._divisible(works) else PIECE_ELEMENTS)
 
-    def _updater_for(self, device: torch.device) -> Callable[[Sequence[StagedPiece], Tensor], None]:
-        """What steps staged pieces on `device`, given the codebook there."""
-        return plain_update
+    def _divisible(self, works: Sequence[Work]) -> bool:
+        """Whether every work is stepped by the fused kernels, whose results do not depend on how it is cut."""
+        dtypes = kernels.DTYPES
+        return all(
+            self._updater_for(work.parameter.device) is not plain_update
+            and work.parameter.dtype in dtypes
+            and work.gradient.dtype in dtypes
+            for work in works
+        )
+
+    def _updater_for(self, device: torch.device) -> Updater:
+        """What steps staged pieces on `device`, given the codebook there: the fused kernels, or the plain path."""
+        if device not in self._updaters:
+            can = self._fused is not False and not self._capturable and kernels.available(device, torch.float32)
+            self._updaters[device] = kernels.fused_update(device) if can else plain_update
+        return self._updaters[device]
 
     def _update(self, staged: Sequence[StagedPiece]) -> None:
         """Step the staged pieces on the current stream."""
@@ -427,6 +451,10 @@ class Gefen(StateOffloadMixin, Optimizer):
         """What `copy.deepcopy` and `pickle` carry; torch's own would forget everything but state and groups."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._updaters = {}
+
 
 _PREFIX = "_gefen_name_prefix"  # how the constructor tells add_param_group that the caller gave no groups
 _OWN = (
@@ -442,7 +470,7 @@ _OWN = (
 )
 
 
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """The groups that the constructor was given; a plain list of parameters is one group without a number."""
     if isinstance(params, Tensor):
         raise TypeError("params must be an iterable of tensors, (name, tensor) pairs or dicts, not a single tensor")
@@ -465,6 +493,13 @@ def _own_names(group: dict[str, Any]) -> list[str | None]:
 def _name_of(group: dict[str, Any], index: int, position: int) -> str:
     names = group.get("param_names", ())
     return names[position] if len(names) == len(group["params"]) else f"group_{index}_param_{position}"
+
+
+def _require_kernels(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    for name, tensor in parameters:
+        reason = kernels.why_not(tensor.device, tensor.dtype)
+        if reason is not None:
+            raise ValueError(f"fused=True, but the fused kernels cannot step {name}: {reason}; leave fused at None")
 
 
 def _precise(count: int | Tensor) -> int | Tensor:

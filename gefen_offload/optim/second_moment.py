@@ -62,7 +62,7 @@ def _ranges(length: int, step: int) -> Iterator[tuple[int, int]]:
 
 def block_stepsize(vmean: Tensor, bias1: float | Tensor, bias2: float | Tensor, eps: float) -> Tensor:
     """(1/bc1) / (sqrt(v)/sqrt(bc2) + eps), one value a block."""
-    return (1 / bias1) / (vmean.sqrt().div_(bias2**0.5).add_(eps))
+    return vmean.sqrt().div_(bias2**0.5).add_(eps).reciprocal_().mul_(1 / bias1)
 
 
 def factored_square(v_row: Tensor, v_col: Tensor, first: int, last: int) -> Tensor:
@@ -75,4 +75,4 @@ def factored_square(v_row: Tensor, v_col: Tensor, first: int, last: int) -> Tens
 
 def factored_stepsize(square: Tensor, bias1: float | Tensor, bias2: float | Tensor, eps: float) -> Tensor:
     """(1/bc1) / (sqrt(V/bc2) + eps), one value an element; overwrites `square`."""
-    return (1 / bias1) / (square.div_(bias2).sqrt_().add_(eps))
+    return square.div_(bias2).sqrt_().add_(eps).reciprocal_().mul_(1 / bias1)

@@ -1,0 +1,255 @@
+"""The streamed step: copy in, update, copy out, over three slots.
+
+[Note: stream order] Three queues take part: `inward` and `outward`, made for copies, and the caller's current stream,
+on which the update runs. For window w in slot s = w mod 3:
+
+    inward:   waits for left[s] (window w - 3 is out)   copies w in    records arrived[s]
+    current:  waits for arrived[s]                      updates w      records updated[s]
+    outward:  waits for updated[s]                      copies w out   records left[s]
+
+Nothing else orders them. Each `left` of a step is waited for by the host before anyone reads the state: when the step
+returns, or with deferred write-back when somebody asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gefen_offload.offload.accelerator import Accelerator, Event, Stream
+from gefen_offload.offload.binding import BoundPlan, BoundWindow, Staging, Survey, recut
+from gefen_offload.offload.pieces import Piece, Staged, Update
+from gefen_offload.offload.schema import StateSchema
+from gefen_offload.offload.slab import HostStore
+from gefen_offload.offload.windows import SLOTS, cut_to_fit, plan
+
+Key = tuple[tuple[int, int, int], ...]
+PLANS_KEPT = 4  # steps alternate between few sets of parameters with gradients
+
+
+class StepError(Exception):
+    """A step that failed; `mutated` says whether a parameter may have changed by then, `names` near which ones."""
+
+    def __init__(self, cause: BaseException, mutated: bool, names: str) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.mutated = mutated
+        self.names = names
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One staging slot and its events."""
+
+    arrived: Event
+    updated: Event
+    left: Event
+
+
+@dataclass
+class Traffic:
+    """What the engine has moved since activation, and how long the copies of a step took from first to last."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds_in: float = 0.0
+    seconds_out: float = 0.0
+    steps: int = 0
+    windows: int = 0
+
+
+@dataclass
+class _Clock:
+    """The timing events of one step: before and after each direction's copies."""
+
+    inward: tuple[Event, Event]
+    outward: tuple[Event, Event]
+    running: bool = False
+
+
+@dataclass(eq=False)
+class Engine:
+    """Streams state through the device. Made at activation, with everything that steady steps use."""
+
+    accelerator: Accelerator
+    schema: StateSchema
+    store: HostStore
+    capacity: int
+    staging: Staging = field(default_factory=Staging)
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        with self.accelerator.scope():
+            make = self.accelerator.new_event
+            self._inward: Stream = self.accelerator.new_stream()
+            self._outward: Stream = self.accelerator.new_stream()
+            self._slots = tuple(Slot(make(), make(), make()) for _ in range(SLOTS))
+            self._begun = make()
+            timed = [make(timing=True) for _ in range(4)]
+            self._clock = _Clock((timed[0], timed[1]), (timed[2], timed[3]))
+        self._plans: list[tuple[Key, BoundPlan]] = []
+        self._pending: str | None = None  # the names in the windows that are still being written back
+        weakref.finalize(self, _drain, self._inward, self._outward)
+
+    def reserve(self, slot_bytes: int, side_bytes: int = 0) -> None:
+        """Make the slots and the side area at least this large, once nothing uses them. Raises without effect."""
+        grow_slots, side = slot_bytes > self.staging.slot_bytes, self.staging.side
+        grow_side = side_bytes > (0 if side is None else side.numel())
+        if not (grow_slots or grow_side):
+            return
+        self.settle()
+        slots = self.staging.slots
+        with self.accelerator.scope():
+            empty = self.accelerator.empty
+            if grow_slots:
+                slots = tuple(empty((slot_bytes,), torch.uint8) for _ in range(SLOTS))
+            if grow_side:
+                side = empty((side_bytes,), torch.uint8)
+            self._after_current()
+        self.staging = Staging(slots, side)
+        self._plans.clear()
+
+    # --- one step ---
+
+    def run(self, pieces: Sequence[Piece], update: Update, *, divisible: bool, wait: bool) -> None:
+        """Stream every piece through `update`; with `wait`, return when the host state is complete.
+
+        Raises StepError.
+        """
+        mutated, window = False, None
+        try:
+            bound = self._bound(pieces, divisible)
+            pieces = recut(pieces, bound.cuts)
+            with self.accelerator.scope():
+                current = self.accelerator.current_stream()
+                self._start()
+                for index in range(min(SLOTS, len(bound.windows))):
+                    self._copy_in(index, bound.windows[index])
+                for index, window in enumerate(bound.windows):
+                    slot = self._slots[index % SLOTS]
+                    current.wait_event(slot.arrived)
+                    staged = list(map(Staged, pieces[window.first : window.last], window.tensors))
+                    mutated = True
+                    update(staged)
+                    current.record_event(slot.updated)
+                    self._copy_out(slot, window)
+                    if index + SLOTS < len(bound.windows):
+                        self._copy_in(index + SLOTS, bound.windows[index + SLOTS])
+                self._finish(bound, pieces)
+            if wait:
+                self.settle()
+        except StepError:
+            self.abandon()
+            raise
+        except BaseException as cause:
+            self.abandon()
+            near = pieces if window is None else pieces[window.first : window.last]
+            raise StepError(cause, mutated, _names(near)) from cause
+
+    def _start(self) -> None:
+        """Copies come after the caller's work so far, and after every copy out of the step before."""
+        self._after_current()
+        for slot in self._slots:
+            self._inward.wait_event(slot.left)
+        self._inward.record_event(self._clock.inward[0])
+
+    def _after_current(self) -> None:
+        begun = self.accelerator.current_stream().record_event(self._begun)
+        self._inward.wait_event(begun)
+
+    def _copy_in(self, index: int, window: BoundWindow) -> None:
+        slot = self._slots[index % SLOTS]
+        self._inward.wait_event(slot.left)
+        self.accelerator.copy(window.inward, self._inward)
+        self._inward.record_event(slot.arrived)
+
+    def _copy_out(self, slot: Slot, window: BoundWindow) -> None:
+        self._outward.wait_event(slot.updated)
+        if window.first == 0:
+            self._outward.record_event(self._clock.outward[0])
+        self.accelerator.copy(window.outward, self._outward)
+        self._outward.record_event(slot.left)
+
+    def _finish(self, bound: BoundPlan, pieces: Sequence[Piece]) -> None:
+        self._inward.record_event(self._clock.inward[1])
+        self._outward.record_event(self._clock.outward[1])
+        self._clock.running = True
+        self._pending = _names(pieces[window.first] for window in bound.windows[-SLOTS:])
+        self.traffic.bytes_in += bound.bytes_in
+        self.traffic.bytes_out += bound.bytes_out
+        self.traffic.windows += len(bound.windows)
+        self.traffic.steps += 1
+
+    # --- waiting ---
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step's write-back has not been waited for."""
+        return self._pending is not None
+
+    def settle(self) -> None:
+        """Wait until the host state is complete. Raises StepError, once, if a copy back failed."""
+        if self._pending is None:
+            return
+        names, self._pending = self._pending, None
+        try:
+            for slot in self._slots:
+                slot.left.synchronize()
+            self._read_clock()
+        except BaseException as cause:
+            self.abandon()
+            raise StepError(cause, True, names) from cause
+
+    def abandon(self) -> None:
+        """Wait until nothing is in flight, whatever failed."""
+        self._pending = None
+        self._clock.running = False
+        _drain(self._inward, self._outward)
+
+    def _read_clock(self) -> None:
+        if self._clock.running:
+            self._clock.running = False
+            self._clock.inward[1].synchronize()
+            self._clock.outward[1].synchronize()
+            self.traffic.seconds_in += self._clock.inward[0].elapsed_time(self._clock.inward[1]) / 1e3
+            self.traffic.seconds_out += self._clock.outward[0].elapsed_time(self._clock.outward[1]) / 1e3
+
+    # --- plans ---
+
+    def forget_plans(self) -> None:
+        """The state tensors have been replaced."""
+        self._plans.clear()
+
+    def _bound(self, pieces: Sequence[Piece], divisible: bool) -> BoundPlan:
+        key = tuple([(id(piece.work.parameter), piece.first, piece.last) for piece in pieces])
+        for index, (known, bound) in enumerate(self._plans):
+            if known == key:
+                if index:
+                    self._plans.insert(0, self._plans.pop(index))
+                return bound
+        bound = self._bind(pieces, divisible)
+        self._plans = [(key, bound), *self._plans[: PLANS_KEPT - 1]]
+        return bound
+
+    def _bind(self, pieces: Sequence[Piece], divisible: bool) -> BoundPlan:
+        survey = Survey(pieces, self.schema, self.store)
+        cuts = cut_to_fit(survey.demands(), self.capacity) if divisible else None
+        planned = plan(survey.needs(cuts), self.capacity)
+        self.reserve(planned.slot_bytes, planned.side_bytes)
+        return survey.bind(planned, cuts, self.staging)
+
+
+def _drain(*streams: Stream) -> None:
+    for stream in streams:
+        with contextlib.suppress(Exception):
+            stream.synchronize()
+
+
+def _names(pieces: Iterable[Piece]) -> str:
+    """The first few parameters of these pieces, for a message."""
+    names = list(dict.fromkeys(str(piece.work.state.get("name", "an unnamed parameter")) for piece in pieces))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

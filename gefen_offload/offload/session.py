@@ -1,0 +1,163 @@
+"""Offload while it is on: the engine, the host store, what was seen last, and whether the state can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gefen_offload.offload import refusals
+from gefen_offload.offload.accelerator import Accelerator
+from gefen_offload.offload.anchors import Anchors, anchor
+from gefen_offload.offload.binding import moved
+from gefen_offload.offload.engine import Engine, StepError
+from gefen_offload.offload.errors import OffloadPoisonedError
+from gefen_offload.offload.pieces import Piece, Shapes, Update
+from gefen_offload.offload.policy import OffloadPolicy
+from gefen_offload.offload.refusals import Subject
+from gefen_offload.offload.replicas import Ranks
+from gefen_offload.offload.slab import HostStore
+from gefen_offload.offload.staging import stage_on_host
+
+
+class Host(Protocol):
+    """The optimizer, as far as a session looks at it."""
+
+    state: Any
+    param_groups: list[dict[str, Any]]
+
+    def _subject(self) -> Subject: ...
+
+
+@dataclass
+class Poison:
+    """Why state and parameters no longer match; None while they do."""
+
+    why: str | None = None
+
+    def check(self) -> None:
+        """Raise if they do not."""
+        if self.why is not None:
+            raise OffloadPoisonedError(
+                f"{self.why}. Optimizer state and parameters no longer match: load a known-good checkpoint, model and "
+                "optimizer, with load_state_dict()"
+            )
+
+    def from_step(self, error: StepError) -> OffloadPoisonedError:
+        """Note a failed step and return what to raise."""
+        cause = f"{type(error.cause).__name__}: {error.cause}"
+        self.why = f"an offloaded step failed near {error.names}, after parameters had changed ({cause})"
+        try:
+            self.check()
+        except OffloadPoisonedError as poisoned:
+            return poisoned
+        raise AssertionError("unreachable")
+
+
+@dataclass
+class Session:
+    """Everything that offload keeps between activation and restoration; none of it is in `state[p]`."""
+
+    policy: OffloadPolicy
+    accelerator: Accelerator
+    engine: Engine
+    store: HostStore
+    ranks: Ranks | None
+    anchors: Anchors
+    poison: Poison = field(default_factory=Poison)
+    steps_begun: int = 0
+    steps_failed: int = 0
+    allocated: bool = False  # since the anchors were taken
+
+    # --- around a step ---
+
+    def before_step(self, host: Host) -> None:
+        """Refuse what has become unsupported since; complete the last write-back. Changes nothing."""
+        self.poison.check()
+        self.settle()
+        if torch.compiler.is_compiling() or self.accelerator.is_capturing():
+            refusals.refuse_moment(host._subject(), self.accelerator)
+        if not self.anchors.hold(host.param_groups, host.state, self.accelerator.is_compute):
+            self.scan(host)
+        self.steps_begun += 1
+
+    def scan(self, host: Host) -> None:
+        """The full check; where nothing is wrong, what is there now is what the next steps are compared with."""
+        subject = host._subject()
+        refusals.check(subject, self.accelerator)
+        for name, parameter in subject.named():
+            for entry, tensor in _declared(subject, parameter):
+                if tensor.numel() and self.store.find(tensor) is None:
+                    raise moved(name, entry, tensor)
+        self.anchor(host)
+
+    def anchor(self, host: Host) -> None:
+        """What is there now is ours."""
+        self.anchors = anchor(host.param_groups, host.state)
+        self.allocated = False
+        self.engine.forget_plans()
+
+    def run(self, host: Host, pieces: Sequence[Piece], update: Update, *, divisible: bool) -> None:
+        """One streamed step. Raises OffloadPoisonedError, and poisons, if it fails after the first mutation."""
+        if self.allocated:
+            self.anchor(host)
+        try:
+            for piece in pieces:
+                if piece.first == 0:
+                    self._check_compute(piece)
+            self.engine.run(pieces, update, divisible=divisible, wait=not self.policy.deferred)
+        except StepError as error:
+            self.steps_failed += 1
+            self._fail(error)
+
+    def _check_compute(self, piece: Piece) -> None:
+        parameter = piece.work.parameter
+        gradient = parameter.grad
+        if not self.accelerator.is_compute(parameter) or (
+            gradient is not None and not self.accelerator.is_compute(gradient)
+        ):
+            where = None if gradient is None else gradient.device
+            raise RuntimeError(
+                f"{piece.work.state.get('name')} is on {parameter.device} and its gradient on {where}; an offloaded "
+                f"step needs both on {self.accelerator.device}"
+            )
+
+    def settle(self) -> None:
+        """Wait until the host state is complete; poisons if a copy back failed."""
+        if not self.engine.pending:
+            return
+        try:
+            self.engine.settle()
+        except StepError as error:
+            self._fail(error)
+
+    def _fail(self, error: StepError) -> None:
+        if not error.mutated:
+            raise error.cause
+        poisoned = self.poison.from_step(error)
+        if isinstance(error.cause, Exception):
+            raise poisoned from error.cause
+        raise error.cause
+
+    # --- memory ---
+
+    def allocate(self, requests: Sequence[Shapes]) -> list[dict[str, Tensor]]:
+        """Zero-filled state on the host, in one slab."""
+        tensors = self.store.zeros(requests)
+        self.allocated = True
+        return tensors
+
+    def place(self, states: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Copies of a checkpoint's tensors on the host, in one slab."""
+        return stage_on_host(states, self.accelerator, self.store)
+
+
+def _declared(subject: Subject, parameter: Tensor) -> list[tuple[str, Tensor]]:
+    entries = subject.state.get(parameter)
+    if subject.schema is None or not isinstance(entries, dict):
+        return []
+    names = [entry.name for entry in subject.schema.tensors]
+    return [(name, entries[name]) for name in names if name in entries]

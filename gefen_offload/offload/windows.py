@@ -1,0 +1,321 @@
+"""The plan of a step: which pieces share a window, and which bytes are copied where. Pure; nothing here allocates.
+
+A window's pieces are staged in one slot. Small parameters are packed: bytes that are neighbours on the host stay
+neighbours in the slot, and move in one copy. A parameter that spans windows has its WHOLE entries in a side area, from
+the window of its first piece to that of its last.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from gefen_offload.offload.slab import ALIGNMENT, aligned
+
+SLOTS = 3
+SMALL = 4  # a parameter of at most 1/SMALL of a window is not split
+LEAST = 16  # a piece is not cut to fill less than 1/LEAST of a window
+EVEN = 16
+SIDE_FREE_AFTER = SLOTS  # a window's copies in wait for the copies out of the window SLOTS before it
+
+
+@dataclass(frozen=True)
+class Part:
+    """The host bytes of one state tensor that one piece works on. `memory` tells slabs apart.
+
+    `closes` says that they reach the tensor's end, so that less than ALIGNMENT bytes after them are padding.
+    """
+
+    name: str
+    memory: int
+    offset: int
+    nbytes: int
+    whole: bool = False
+    closes: bool = True
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one piece needs staged; pieces of one parameter carry the same number."""
+
+    parameter: int
+    parts: tuple[Part, ...]
+
+    def cost(self, *, whole: bool) -> int:
+        """An upper bound of the slot bytes that it takes, with or without the WHOLE entries."""
+        return sum(part.nbytes + 2 * ALIGNMENT for part in self.parts if whole or not part.whole)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One copy: `nbytes` at `host` of `memory`, and at `staged` of the slot, or of the side area if `side`."""
+
+    memory: int
+    host: int
+    staged: int
+    nbytes: int
+    side: bool = False
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a part lies while it is staged."""
+
+    offset: int
+    nbytes: int
+    side: bool = False
+
+
+@dataclass(frozen=True)
+class Window:
+    """Pieces [first, last) of the step, where each of their parts is staged, and the copies in and out."""
+
+    first: int
+    last: int
+    spots: tuple[dict[str, Spot], ...]
+    inward: tuple[Run, ...]
+    outward: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All windows of a step, and the bytes that one slot and the side area need."""
+
+    windows: tuple[Window, ...]
+    slot_bytes: int
+    side_bytes: int
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes copied to the device in one step."""
+        return sum(run.nbytes for window in self.windows for run in window.inward)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes copied back in one step."""
+        return sum(run.nbytes for window in self.windows for run in window.outward)
+
+
+def plan(needs: Sequence[Need], capacity: int) -> Plan:
+    """Pack the pieces, in their order, into windows of at most `capacity` bytes, or of one piece."""
+    ranges, spanning = _divide(needs, capacity)
+    areas, side_bytes = _side_areas(needs, ranges, spanning)
+    windows = []
+    slot_bytes = 0
+    for first, last in ranges:
+        window, used = _window(needs, first, last, areas)
+        windows.append(window)
+        slot_bytes = max(slot_bytes, used)
+    return Plan(tuple(windows), slot_bytes, side_bytes)
+
+
+# --- pieces cut to fit ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The bytes of a piece: `row` for each of blocks [first, last), in `tensors` tensors, and `whole` besides."""
+
+    first: int
+    last: int
+    row: int
+    tensors: int
+    whole: int
+
+    @property
+    def overhead(self) -> int:
+        """What alignment may add to the blocks' bytes."""
+        return 2 * ALIGNMENT * self.tensors
+
+    def cost(self) -> int:
+        """An upper bound of the slot bytes that the piece takes uncut."""
+        return (self.last - self.first) * self.row + self.overhead + self.whole + 4 * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class CutPiece:
+    """Blocks [first, last) of the piece numbered `piece`."""
+
+    piece: int
+    first: int
+    last: int
+
+
+def cut_to_fit(demands: Sequence[Demand], capacity: int) -> tuple[CutPiece, ...]:
+    """Divide large pieces so that windows are filled; small ones stay whole."""
+    cuts: list[CutPiece] = []
+    used = 0
+    for index, demand in enumerate(demands):
+        cost = demand.cost()
+        if used + cost <= capacity or cost <= capacity // SMALL:
+            cuts.append(CutPiece(index, demand.first, demand.last))
+            used = cost if used + cost > capacity else used + cost
+            continue
+        first = demand.first
+        while first < demand.last:
+            room = _blocks_in(capacity - used - demand.overhead, demand.row)
+            if used and room * demand.row < min((demand.last - first) * demand.row, capacity // LEAST):
+                used = 0
+                continue
+            last = min(demand.last, first + max(1, room))
+            cuts.append(CutPiece(index, first, last))
+            used += (last - first) * demand.row + demand.overhead
+            first = last
+    return tuple(cuts)
+
+
+def _blocks_in(nbytes: int, row: int) -> int:
+    """How many blocks fit; a multiple of EVEN where there are many, which keeps what follows them aligned."""
+    blocks = max(0, nbytes) // max(1, row)
+    return blocks - blocks % EVEN if blocks >= 2 * EVEN else blocks
+
+
+# --- which pieces share a window ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Packing:
+    """Windows closed so far, as ranges of pieces, and the open one."""
+
+    capacity: int
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    first: int = 0
+    end: int = 0
+    used: int = 0
+
+    def add(self, pieces: int, cost: int) -> None:
+        """Put `pieces` pieces of together `cost` bytes into the open window, or into a new one."""
+        if self.used and self.used + cost > self.capacity:
+            self.close()
+        self.end += pieces
+        self.used += cost
+
+    def close(self) -> None:
+        if self.end > self.first:
+            self.ranges.append((self.first, self.end))
+        self.first, self.used = self.end, 0
+
+
+def _divide(needs: Sequence[Need], capacity: int) -> tuple[list[tuple[int, int]], set[int]]:
+    """The windows as ranges of pieces, and the parameters whose pieces may lie in several."""
+    packing = _Packing(capacity)
+    spanning = set()
+    for parameter, group in groupby(needs, key=lambda need: need.parameter):
+        pieces = list(group)
+        cost = sum(need.cost(whole=index == 0) for index, need in enumerate(pieces))
+        fits = packing.used + cost <= capacity
+        if len(pieces) == 1 or fits or cost <= capacity // SMALL:
+            packing.add(len(pieces), cost)
+            continue
+        spanning.add(parameter)
+        for need in pieces:
+            packing.add(1, need.cost(whole=False))
+    packing.close()
+    return packing.ranges, spanning
+
+
+# --- the side area --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Area:
+    """Where the WHOLE entries of one spanning parameter lie, and its first and last pieces."""
+
+    spots: dict[str, Spot]
+    first: int
+    last: int
+
+
+def _side_areas(
+    needs: Sequence[Need], ranges: Sequence[tuple[int, int]], spanning: set[int]
+) -> tuple[dict[int, _Area], int]:
+    """[Note: side areas] An area is used again only by a parameter that starts SIDE_FREE_AFTER windows or more later.
+
+    By then the copy in waits, through its own slot, for every copy out of the parameter before.
+    """
+    window_of = {piece: index for index, (first, last) in enumerate(ranges) for piece in range(first, last)}
+    areas: dict[int, _Area] = {}
+    busy_until: list[int] = []  # for each area, the last window that uses it
+    extents = [extent for extent in _extents(needs) if extent[0] in spanning and _whole_bytes(needs[extent[1]])]
+    size = max((_whole_bytes(needs[first]) for _, first, _ in extents), default=0)
+    for parameter, first, last in extents:
+        start, end = window_of[first], window_of[last]
+        free = next((i for i, until in enumerate(busy_until) if until + SIDE_FREE_AFTER <= start), len(busy_until))
+        busy_until[free : free + 1] = [end]
+        spots, offset = {}, free * size
+        for part in needs[first].parts:
+            if part.whole:
+                spots[part.name] = Spot(offset, part.nbytes, side=True)
+                offset = aligned(offset + part.nbytes)
+        areas[parameter] = _Area(spots, first, last)
+    return areas, size * len(busy_until)
+
+
+def _extents(needs: Sequence[Need]) -> Iterator[tuple[int, int, int]]:
+    """Each parameter with its first and last piece."""
+    for parameter, group in groupby(range(len(needs)), key=lambda index: needs[index].parameter):
+        indices = list(group)
+        yield parameter, indices[0], indices[-1]
+
+
+def _whole_bytes(need: Need) -> int:
+    return sum(aligned(part.nbytes) for part in need.parts if part.whole)
+
+
+# --- the copies of one window ---------------------------------------------------------------------------------------
+
+
+def _window(needs: Sequence[Need], first: int, last: int, areas: dict[int, _Area]) -> tuple[Window, int]:
+    """The window of pieces [first, last), and the slot bytes that it uses."""
+    in_slot, inward, outward = [], [], []
+    for index in range(first, last):
+        area = areas.get(needs[index].parameter)
+        for part in needs[index].parts:
+            if not part.whole or area is None:
+                in_slot.append(part)
+                continue
+            run = Run(part.memory, part.offset, area.spots[part.name].offset, part.nbytes, side=True)
+            inward += [run] if index == area.first else []
+            outward += [run] if index == area.last else []
+    runs, used = _pack(in_slot)
+    spots = tuple(
+        {part.name: _spot(part, runs, areas.get(needs[index].parameter)) for part in needs[index].parts}
+        for index in range(first, last)
+    )
+    return Window(first, last, spots, (*runs, *inward), (*runs, *outward)), used
+
+
+def _pack(parts: Sequence[Part]) -> tuple[list[Run], int]:
+    """As few copies as neighbouring host bytes allow, laid out one after another.
+
+    A copy keeps its host offset's remainder by ALIGNMENT, so that what is aligned on the host is aligned in the slot.
+    """
+    runs: list[Run] = []
+    before: Part | None = None
+    end = 0
+    for part in sorted({part for part in parts if part.nbytes}, key=lambda part: (part.memory, part.offset)):
+        if before is not None and _neighbours(before, part):
+            run = runs.pop()
+            runs.append(replace(run, nbytes=part.offset + part.nbytes - run.host))
+        else:
+            runs.append(Run(part.memory, part.offset, aligned(end) + part.offset % ALIGNMENT, part.nbytes))
+        end = runs[-1].staged + runs[-1].nbytes
+        before = part
+    return runs, end
+
+
+def _neighbours(before: Part, part: Part) -> bool:
+    """Whether nothing but padding lies between the two: another piece's bytes must not be copied with these."""
+    gap = part.offset - before.offset - before.nbytes
+    return before.memory == part.memory and 0 <= gap < (ALIGNMENT if before.closes else 1)
+
+
+def _spot(part: Part, runs: Sequence[Run], area: _Area | None) -> Spot:
+    if part.whole and area is not None:
+        return area.spots[part.name]
+    if part.nbytes == 0:
+        return Spot(0, 0)
+    index = bisect_right(runs, (part.memory, part.offset), key=lambda run: (run.memory, run.host)) - 1
+    return Spot(runs[index].staged + part.offset - runs[index].host, part.nbytes)

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gefen_offload.ranks.compare import Comparison, Difference, identical
     from gefen_offload.ranks.context import RankContext
+    from gefen_offload.ranks.expect import expect_failure
     from gefen_offload.ranks.group import RankGroup
     from gefen_offload.ranks.outcome import Kind, Outcome, RankFailure
     from gefen_offload.ranks.result import Result
+    from gefen_offload.ranks.trajectory import LossTrajectory
 
 _HOMES = {
     "Comparison": "gefen_offload.ranks.compare",
@@ -24,6 +26,8 @@ _HOMES = {
     "RankFailure": "gefen_offload.ranks.outcome",
     "RankGroup": "gefen_offload.ranks.group",
     "Result": "gefen_offload.ranks.result",
+    "LossTrajectory": "gefen_offload.ranks.trajectory",
+    "expect_failure": "gefen_offload.ranks.expect",
     "identical": "gefen_offload.ranks.compare",
 }
 
@@ -31,11 +35,13 @@ __all__ = [
     "Comparison",
     "Difference",
     "Kind",
+    "LossTrajectory",
     "Outcome",
     "RankContext",
     "RankFailure",
     "RankGroup",
     "Result",
+    "expect_failure",
     "identical",
 ]
 

@@ -1,4 +1,4 @@
-"""One run's rank processes: the pools, the store they meet at, the leases, the spare ranks, the reaper.
+"""One run's rank processes: its pools, the store they meet at, the spare ranks, the leases, the reaper.
 
 There is one harness per parent process, made when the first rank is needed and closed when the run ends.
 """
@@ -11,12 +11,14 @@ import itertools
 import os
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gefen_offload.ranks import lease as leasing
 from gefen_offload.ranks.inventory import Inventory, inventory
 from gefen_offload.ranks.kill import end
 from gefen_offload.ranks.outcome import Outcome
@@ -25,102 +27,155 @@ from gefen_offload.ranks.process import RankProcess, boot_of
 from gefen_offload.ranks.reaper import Reaper
 from gefen_offload.ranks.wire import Join
 
-if TYPE_CHECKING:
-    from gefen_offload.ranks.lease import Lease
-
 BOOT_PATIENCE = 180.0
-IDLE_POOLS = 2  # more than this many pools of healthy ranks are not kept
+LEASE_PATIENCE = 600.0
+IDLE_POOLS = 2  # beside the one in use; the longest idle is retired first
+LOOK = 0.3  # seconds between looks at whether another run waits for a GPU that we hold idle
 
 
-@dataclass
+@dataclass(eq=False)
 class Harness:
-    """Everything that must be given back."""
+    """Everything that must be given back. Its lock guards the pools: a watching thread retires idle ones."""
 
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    pools: dict[Key, Pool] = field(default_factory=dict)
+    spare: bool = True
+    lease_patience: float = LEASE_PATIENCE
 
     def __post_init__(self) -> None:
-        self._pid = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="gefen-ranks-"))
+        self.troubles: list[str] = []  # found between tests, for whoever reports next
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
         self._reaper = Reaper(self.token)
         self._reaper.record_folder(self.folder)
-        self._store: Any = None
-        self._names = itertools.count()
+        self._pools: list[Pool] = []
         self._spares: list[RankProcess] = []
-        self._leases: dict[Pool, Lease] = {}
+        self._names = itertools.count()
+        self._store: Any = None
         self._inventory: Inventory | None = None
-        self.troubles: list[str] = []  # between tests: to be reported by whoever asks next
-        self.retired = 0
+        self._watch: threading.Thread | None = None
+        self._closed = threading.Event()
         atexit.register(self.close)
 
     # pools
 
-    def pool(self, key: Key, fresh: bool = False, faults: Sequence[Any] = ()) -> tuple[Pool, list[Outcome]]:
-        """A pool that has joined its group, and the outcomes of its joining if it had to be made now."""
-        pool = None if fresh else self.pools.get(key)
-        if pool is not None and (dead := pool.dead()):
-            self.troubles.append(
-                f"between tests: {'; '.join(dead)} ({key}), after {pool.last_test}; the pool was replaced"
-            )
-            self.retire(pool)
-            pool = None
-        if pool is not None:
-            return pool, []
-        return self._make(key, fresh, faults)
+    def take(self, key: Key, fresh: bool = False, faults: Sequence[Any] = ()) -> tuple[Pool, list[Outcome]]:
+        """A pool in use by the caller until `give` or `retire`, and the outcomes of joining if it was made now.
 
-    def _make(self, key: Key, fresh: bool, faults: Sequence[Any]) -> tuple[Pool, list[Outcome]]:
-        self._make_room(keep=key)
-        processes = self._processes(key)
-        store = self._address() if key.backend is not None else None
-        prefix = f"{self.token}/{next(self._names)}"
-        simulated = self.inventory().simulated if key.devices else False
-        joins = [
-            Join(r, key.world, key.backend, key.devices, simulated, store, prefix, BOOT_PATIENCE, tuple(faults))
-            for r in range(key.world)
-        ]
-        pool = Pool(key, processes, joins)
+        `fresh`: a new one, that nobody else will get.
+        """
         if not fresh:
-            self.pools[key] = pool
-        return pool, self._joined(pool)
-
-    def _joined(self, pool: Pool) -> list[Outcome]:
+            with self._lock:
+                pool = self._idle(key)
+                if pool is not None:
+                    pool.busy = True
+                    return pool, []
+        pool = self._make(key, fresh, faults)
         try:
-            return pool.join(BOOT_PATIENCE)
+            return pool, pool.join(BOOT_PATIENCE)
         except BaseException:
             self.retire(pool)
             raise
 
-    def retire(self, pool: Pool) -> None:
-        """Kill, reap, forget: nothing is destroyed politely."""
-        self.retired += 1
-        self.pools = {key: other for key, other in self.pools.items() if other is not pool}
-        self._end(pool.processes)
-        lease = self._leases.pop(pool, None)
-        if lease is not None:
-            lease.release()
+    def give(self, pool: Pool) -> None:
+        """The caller is done with the pool for now."""
+        with self._lock:
+            pool.busy = False
 
-    def _make_room(self, keep: Key) -> None:
-        """Retire the longest idle pools beyond the limit."""
-        idle = sorted((p for k, p in self.pools.items() if k != keep), key=lambda p: p.used)
-        for pool in idle[: max(0, len(idle) - IDLE_POOLS + 1)]:
+    def retire(self, pool: Pool, refill: bool = False) -> None:
+        """Kill, reap, forget: nothing is destroyed politely. `refill`: make spare ranks for the next pool."""
+        with self._lock:
+            if pool not in self._pools:
+                return
+            self._pools.remove(pool)
+            self._end(pool.processes)
+            if pool.lease is not None:
+                pool.lease.release()
+            if refill and self.spare and pool.key.backend is not None:
+                self._spares += [self._spawn(True) for _ in range(pool.key.world - len(self._spares))]
+
+    def _idle(self, key: Key) -> Pool | None:
+        for pool in [p for p in self._pools if p.key == key and not p.busy and not p.private]:
+            dead = pool.dead()
+            if not dead:
+                return pool
+            self.troubles.append(
+                f"between tests: {'; '.join(dead)} ({key}) after {pool.last_test} had passed; the pool was replaced"
+            )
             self.retire(pool)
+        return None
+
+    def _make(self, key: Key, fresh: bool, faults: Sequence[Any]) -> Pool:
+        lease = self._lease(key.gpus) if key.gpus else None
+        with self._lock:
+            self._make_room()
+            devices = lease.devices if lease is not None else ()
+            join = Join(
+                rank=0,
+                world=key.world,
+                backend=key.backend,
+                devices=devices,
+                simulated=bool(devices) and self.inventory().simulated,
+                store=self._address() if key.backend is not None else None,
+                prefix=self.prefix(),
+                timeout=BOOT_PATIENCE,
+                threads=_threads(key.world),
+                faults=tuple(faults),
+            )
+            pool = Pool(key, [self._process(key) for _ in range(key.world)], join, lease, private=fresh)
+            self._pools.append(pool)
+            return pool
+
+    def _make_room(self) -> None:
+        idle = sorted((p for p in self._pools if not p.busy and not p.private), key=lambda p: p.used)
+        for pool in idle[: max(0, len(idle) - IDLE_POOLS)]:
+            self.retire(pool)
+
+    # leases
+
+    def _lease(self, count: int) -> leasing.Lease:
+        candidates = [gpu.uuid for gpu in self.inventory().gpus]
+        lease = leasing.acquire(candidates, count, self.lease_patience, self._let_go)
+        self._reaper.hold(lease)
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._yield_idle, name="ranks-lease-watch", daemon=True)
+            self._watch.start()
+        return lease
+
+    def _let_go(self) -> None:
+        """Retire our own idle pools that hold GPUs."""
+        with self._lock:
+            for pool in [p for p in self._pools if p.lease is not None and not p.busy]:
+                self.retire(pool)
+
+    def _yield_idle(self) -> None:
+        """The watching thread: an idle lease that another run waits for is given back."""
+        while not self._closed.wait(LOOK):
+            with self._lock:
+                for pool in [p for p in self._pools if p.lease is not None and not p.busy]:
+                    if leasing.wanted(pool.lease.devices if pool.lease else ()):
+                        self.retire(pool)
 
     # processes
 
-    def _processes(self, key: Key) -> list[RankProcess]:
-        return [self._spawn(key) for _ in range(key.world)]
+    def _process(self, key: Key) -> RankProcess:
+        """A spare rank if there is a living one that fits, else a new one."""
+        while self._spares and key.backend is not None:
+            process = self._spares.pop()
+            if process.exit_code() is None:
+                return process
+            self._end([process])
+        return self._spawn(key.backend is not None)
 
-    def _spawn(self, key: Key) -> RankProcess:
-        threads = max(1, (os.cpu_count() or 1) // key.world)
-        boot = boot_of(self.folder, f"p{next(self._names)}", threads, key.backend is not None)
-        process = RankProcess(boot, self.token)
+    def _spawn(self, with_torch: bool) -> RankProcess:
+        process = RankProcess(boot_of(self.folder, f"p{next(self._names)}", with_torch), self.token)
         self._reaper.record(process.member)
         return process
 
     def _end(self, processes: Iterable[RankProcess]) -> None:
-        """Kill the processes and all that came of them, except what belongs to other pools."""
+        """Kill processes and all that came of them."""
         ended = list(processes)
-        left = end([p.member for p in ended], [p.token for p in ended])
+        left = end([p.member for p in ended], [p.token for p in ended]) if ended else []
         for process in ended:
             process.reap()
             self._reaper.forget(process.member)
@@ -136,9 +191,8 @@ class Harness:
 
             from torch._C._distributed_c10d import TCPStore
 
-            self._store = TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-            )
+            patience = timedelta(seconds=60)
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
         return "127.0.0.1", int(self._store.port)
 
     def prefix(self) -> str:
@@ -150,11 +204,19 @@ class Harness:
             self._inventory = inventory()
         return self._inventory
 
+    @property
+    def reaper_pid(self) -> int:
+        return self._reaper.pid
+
     def close(self) -> None:
         """Give everything back; harmless when it was done, and in a forked child."""
-        if os.getpid() != self._pid or not self.folder.exists():
+        if os.getpid() != self._pid or self._closed.is_set():
             return
-        for pool in list(self.pools.values()):
+        self._closed.set()
+        for pool in self._pools:
+            if dead := pool.dead():
+                self.troubles.append(f"after the last test: {'; '.join(dead)} ({pool.key}), last in {pool.last_test}")
+        for pool in list(self._pools):
             self.retire(pool)
         self._end(self._spares)
         self._reaper.close()
@@ -162,6 +224,12 @@ class Harness:
         with contextlib.suppress(OSError):
             shutil.rmtree(self.folder)
         atexit.unregister(self.close)
+
+
+def _threads(world: int) -> int:
+    """Threads of a rank: what OMP_NUM_THREADS says, or an equal share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(given) if given.isdigit() and int(given) > 0 else max(1, (os.cpu_count() or 1) // world)
 
 
 _current: list[Harness] = []
@@ -174,8 +242,11 @@ def harness() -> Harness:
     return _current[0]
 
 
-def close() -> None:
-    """End this process's harness if there is one."""
+def close() -> list[str]:
+    """End this process's harness if there is one; troubles that nobody has reported yet."""
+    troubles: list[str] = []
     for one in _current:
         one.close()
+        troubles += one.troubles
     _current.clear()
+    return troubles

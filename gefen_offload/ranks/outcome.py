@@ -99,6 +99,8 @@ class Outcome:
     state: str = ""  # of a process that was looked at: running, sleeping, stopped, ...
     stack: str = ""
     collective: str = ""  # the last collective entered, and whether it was left
+    collectives: int = 0  # how many it had entered
+    flight: str = ""  # what torch's flight recorder had
 
     @property
     def bad(self) -> bool:
@@ -128,9 +130,12 @@ class Outcome:
 class RankFailure(Exception):
     """The verdict on a run that failed: its text is the whole report, and `outcomes` are its evidence."""
 
-    def __init__(self, report: str, outcomes: Sequence[Outcome] = ()) -> None:
+    def __init__(
+        self, report: str, outcomes: Sequence[Outcome] = (), first: Outcome | None = None, unfired: bool = False
+    ) -> None:
         super().__init__(report)
-        self.outcomes = tuple(outcomes)
+        self.outcomes, self.first = tuple(outcomes), first
+        self.unfired = unfired  # a fault that was to be injected never fired: no failure makes up for that
 
 
 @dataclass(frozen=True)

@@ -6,41 +6,36 @@ anyway; the harness, and torch, are imported when a test first asks for ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
 from gefen_offload.ranks.tier import TIERS, Tier
 
 if TYPE_CHECKING:
-    from gefen_offload.ranks.group import Host, RankGroup
+    from gefen_offload.ranks.group import RankGroup
     from gefen_offload.ranks.inventory import Inventory
+    from gefen_offload.ranks.run import Host
+
+_inventory_key = pytest.StashKey["Inventory"]()
+_host_key = pytest.StashKey["Host"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the harness."""
     group = parser.getgroup("ranks", "tests on several ranks")
-    group.addoption(
-        "--require-gpus",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tests that need up to N GPUs and lack them are errors",
-    )
-    group.addoption("--ranks-fresh", action="store_true", help="new rank processes for every test")
-    group.addoption(
-        "--ranks-timeout", type=float, default=120.0, metavar="S", help="deadline of one run on ranks (default 120 s)"
-    )
-    group.addoption(
-        "--ranks-stall", type=float, default=None, metavar="S", help="a run without any progress for S seconds is hung"
-    )
-    group.addoption(
-        "--ranks-leaks",
-        choices=("warn", "error"),
-        default="warn",
-        help="what a thread, file or group left behind is",
-    )
+    add = group.addoption
+    add("--require-gpus", type=int, default=0, metavar="N", help="lacking up to N GPUs is an error, not a skip")
+    add("--ranks-fresh", action="store_true", help="new rank processes for every test")
+    add("--ranks-timeout", type=float, default=120.0, metavar="S", help="deadline of one run on ranks (default: 120 s)")
+    add("--ranks-stall", type=float, default=None, metavar="S", help="a run without progress for S seconds is hung")
+    add("--ranks-leaks", choices=("warn", "error"), default="warn", help="what a thread, file or group left behind is")
+    add("--ranks-no-spare", action="store_true", help="keep no spare imported ranks after a failure")
+    add("--ranks-lease-timeout", type=float, default=600.0, metavar="S", help="how long to wait for GPUs in use")
+    add("--ranks-artifacts", default=None, metavar="DIR", help="where failing tests leave a folder (default: .ranks)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,8 +61,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if len(found.gpus) >= tier.gpus:
         return
     why = f"needs {tier.gpus} GPU(s), found {len(found.gpus)}" + (f" ({found.problem})" if found.problem else "")
-    if tier.gpus <= item.config.getoption("--require-gpus"):
-        pytest.fail(f"{why}, and --require-gpus {item.config.getoption('--require-gpus')} was given", pytrace=False)
+    required = item.config.getoption("--require-gpus")
+    if tier.gpus <= required:
+        pytest.fail(f"{why}, and --require-gpus {required} was given", pytrace=False)
     pytest.skip(why)
 
 
@@ -85,19 +81,25 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 def _host(item: pytest.Item) -> Host:
-    from gefen_offload.ranks.group import Host
+    from gefen_offload.ranks.harness import harness
+    from gefen_offload.ranks.run import Host
 
-    def skip(reason: str) -> Any:
+    def skip(reason: str) -> NoReturn:
         pytest.skip(reason)
 
-    return Host(item.nodeid, _devices(item.config), skip)
+    run = harness()
+    run.spare = not item.config.getoption("--ranks-no-spare")
+    run.lease_patience = item.config.getoption("--ranks-lease-timeout")
+    item.stash[_host_key] = Host(item.nodeid, skip)
+    return item.stash[_host_key]
 
 
 def _group(item: pytest.Item, tier: Tier, host: Host) -> RankGroup:
-    from gefen_offload.ranks.group import Options, RankGroup
+    from gefen_offload.ranks.group import RankGroup
+    from gefen_offload.ranks.run import Options
 
     config = item.config
-    simulated = tier.gpus and _inventory(config).simulated
+    simulated = tier.gpus > 0 and _inventory(config).simulated
     options = Options(
         timeout=_within_pytest_timeout(item, config.getoption("--ranks-timeout")),
         stall=config.getoption("--ranks-stall"),
@@ -115,22 +117,60 @@ def _finish(item: pytest.Item, host: Host) -> None:
     host.close()
     item.user_properties.extend(("ranks", proof) for proof in host.proofs)
     troubles, harness().troubles = harness().troubles, []
+    left = f"{item.nodeid} left behind: {'; '.join(host.leaks)}"
     if host.leaks and item.config.getoption("--ranks-leaks") == "error":
-        troubles.append(f"{item.nodeid} left behind: {'; '.join(host.leaks)}")
+        troubles.append(left)
     elif host.leaks:
-        item.warn(pytest.PytestWarning(f"{item.nodeid} left behind: {'; '.join(host.leaks)}"))
+        item.warn(pytest.PytestWarning(left))
     if troubles:
         pytest.fail("\n".join(troubles), pytrace=False)
 
 
-def _devices(config: pytest.Config) -> Any:
-    def devices(count: int) -> tuple[str, ...]:
-        return tuple(gpu.uuid for gpu in _inventory(config).gpus[:count])
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failing test leaves its artifacts, and its report says where and how to run it again."""
+    report = yield
+    host = item.stash.get(_host_key, None)
+    if report.failed and host is not None and host.records:
+        from gefen_offload.ranks import artifacts
 
-    return devices
+        base = Path(item.config.getoption("--ranks-artifacts") or item.config.rootpath / ".ranks")
+        command = artifacts.rerun_command(item.config.rootpath, item.nodeid)
+        folder = artifacts.write(base, item.nodeid, host.records, report.longreprtext, command)
+        report.sections.append(("ranks", f"artifacts: {folder}\nrun again: {command}"))
+    return report
 
 
-_inventory_key = pytest.StashKey["Inventory"]()
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End every rank; one that had died unasked since its last test fails the session."""
+    module = sys.modules.get("gefen_offload.ranks.harness")
+    troubles = module.close() if module is not None else []
+    if troubles:
+        session.config.stash[_troubles_key] = troubles
+        if session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if hasattr(session.config, "workerinput"):
+            print("\n".join(troubles), file=sys.__stderr__)
+
+
+_troubles_key = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what died after the last test."""
+    for trouble in config.stash.get(_troubles_key, []):
+        terminalreporter.section("ranks", red=True)
+        terminalreporter.line(trouble)
+
+
+def pytest_unconfigure() -> None:
+    """End what a session that never finished has left."""
+    module = sys.modules.get("gefen_offload.ranks.harness")
+    if module is not None:
+        module.close()
 
 
 def _inventory(config: pytest.Config) -> Inventory:
@@ -143,18 +183,11 @@ def _inventory(config: pytest.Config) -> Inventory:
 
 def _within_pytest_timeout(item: pytest.Item, seconds: float) -> float:
     """Our deadline comes before pytest-timeout's, so that a hang is explained before the test is cut off."""
+    if not item.config.pluginmanager.hasplugin("timeout"):
+        return seconds
     mark = item.get_closest_marker("timeout")
-    limits = [*(mark.args if mark else ()), mark.kwargs.get("timeout") if mark else None]
-    if not mark and item.config.pluginmanager.hasplugin("timeout"):
-        limits = [item.config.getoption("timeout", None) or item.config.getini("timeout")]
-    given = [float(limit) for limit in limits if limit not in (None, "")]
-    return min(seconds, 0.8 * given[0]) if given and given[0] > 0 else seconds
-
-
-def pytest_unconfigure() -> None:
-    """End every rank."""
-    import sys
-
-    module = sys.modules.get("gefen_offload.ranks.harness")
-    if module is not None:
-        module.close()
+    if mark is not None:
+        limit = mark.args[0] if mark.args else mark.kwargs.get("timeout")
+    else:
+        limit = item.config.getoption("timeout", None) or item.config.getini("timeout")
+    return min(seconds, 0.8 * float(limit)) if limit and float(limit) > 0 else seconds

@@ -80,8 +80,8 @@ class RankProcess:
             path.unlink(missing_ok=True)
 
 
-def boot_of(folder: Path, name: str, threads: int, with_torch: bool) -> child.Boot:
-    return child.Boot(folder, name, os.getpid(), threads, with_torch)
+def boot_of(folder: Path, name: str, with_torch: bool) -> child.Boot:
+    return child.Boot(folder, name, os.getpid(), with_torch)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from gefen_offload.ranks.wire import Channel, Handover, Join, Leave, Task, pack,
 DUMP_SIGNAL = signal.SIGRTMIN + 5  # faulthandler writes every thread's stack, without asking for the GIL
 MESSAGE_LIMIT = 16_000
 _PDEATHSIG = 1
+_OURS = os.path.dirname(__file__)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Boot:
     folder: Path  # the run's folder
     name: str  # of this process: its files are folder/name.*
     parent: int
-    threads: int
     torch: bool
 
     def file(self, suffix: str) -> Path:
@@ -72,7 +72,7 @@ def _leave_the_parents_terminal(boot: Boot) -> None:
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True, chain=False)
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_DFL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(boot.threads))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the pool sets the real number
 
 
 class _Rank:
@@ -103,9 +103,7 @@ class _Rank:
     def _import_torch(self) -> None:
         self.page.stage(Stage.IMPORT)
         import torch
-        import torch.distributed
-
-        torch.set_num_threads(self.boot.threads)
+        import torch.distributed  # noqa: F401
 
     def _join(self, join: Join) -> Outcome:
         self.join = join
@@ -143,7 +141,7 @@ class _Rank:
         join = self.join
         self.page.test(task.test)
         faults = FaultPlan(task.faults, join.rank, self.page)
-        surroundings = Surroundings(join.backend)
+        surroundings = Surroundings(join.backend, join.threads)
         answer = self._attempt(join.rank, task.id, lambda: self._body(task, join, faults, surroundings), faults)
         outcome = answer.outcome
         if not outcome.bad:
@@ -214,6 +212,7 @@ class _Rank:
             mark=status.mark,
             fired=status.fired,
             collective=status.collective_text(),
+            collectives=status.collectives,
         )
         return _Answer(outcome, value)
 
@@ -258,10 +257,12 @@ def _message(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback without the frames of this file."""
+    """The traceback without the frames of this package's own plumbing."""
     try:
         entries = traceback.TracebackException.from_exception(error, limit=None)
-        entries.stack = traceback.StackSummary.from_list([f for f in entries.stack if f.filename != __file__])
+        entries.stack = traceback.StackSummary.from_list(
+            [f for f in entries.stack if os.path.dirname(f.filename) != _OURS]
+        )
         return "".join(entries.format())
     except BaseException as second:
         return f"{type(error).__name__} (its traceback could not be made: {type(second).__name__}: {second!r})"

@@ -1,7 +1,7 @@
 """The reaper: a process without torch that outlives its run by a moment, to leave nothing of it behind.
 
-It reads a lifeline pipe from the run. While the run lives it is told which process groups and folders there are; when
-the pipe breaks, however the run ended, it kills those groups, what they started, and removes the folders.
+It reads a lifeline, a socket, from the run. While the run lives it is told which process groups and folders there are;
+when the lifeline breaks, however the run ended, it kills those groups, what they started, and removes the folders.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gefen_offload.ranks.kill import Member, end
 
-POLL = 0.5  # seconds between looks at whether the parent is still ours: a copy of the pipe may live in another process
+if TYPE_CHECKING:
+    from gefen_offload.ranks.lease import Lease
+
+POLL = 0.5  # seconds between looks at whether the parent is still ours: a copy of it may live in another process
 
 
 class Reaper:
@@ -26,14 +31,16 @@ class Reaper:
     def __init__(self, token: str) -> None:
         root = str(Path(__file__).resolve().parents[2])
         code = f"import sys; sys.path.insert(0, {root!r}); from gefen_offload.ranks.reaper import main; main()"
+        self._line, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-c", code, token, str(os.getpid())],
-            stdin=subprocess.PIPE,
+            stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
         )
+        theirs.close()
 
     @property
     def pid(self) -> int:
@@ -41,6 +48,12 @@ class Reaper:
 
     def record_folder(self, path: Path) -> None:
         self._tell(f"folder {path}")
+
+    def hold(self, lease: Lease) -> None:
+        """Keep the lease's locks until the run's ranks are dead, if the run dies first."""
+        fds = [lock.fd for lock in lease.locks]
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._line, [f"sweep {lease.locks[0].path.parent}\n".encode()], fds)
 
     def record(self, member: Member) -> None:
         self._tell(f"add {member.pid} {member.started}")
@@ -50,9 +63,7 @@ class Reaper:
 
     def close(self) -> None:
         """The run ends: the reaper cleans up what is left and goes."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        self._line.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -60,10 +71,8 @@ class Reaper:
             self._process.wait()
 
     def _tell(self, line: str) -> None:
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(line.encode() + b"\n")
-                self._process.stdin.flush()
+        with contextlib.suppress(OSError):
+            self._line.sendall(line.encode() + b"\n")
 
 
 def main() -> None:
@@ -71,29 +80,47 @@ def main() -> None:
     token, parent = sys.argv[1], int(sys.argv[2])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
-    members, folders = _listen(parent)
+    members, folders, lease_folders = _listen(parent)
     end(members, [token])
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     end(members, [token])
+    if lease_folders:
+        from gefen_offload.ranks.lease import sweep
+
+        os.closerange(3, 256)  # the locks that were held for the dead
+        for folder in lease_folders:
+            sweep(Path(folder))
     os._exit(0)
 
 
-def _listen(parent: int) -> tuple[set[Member], set[str]]:
+def _listen(parent: int) -> tuple[set[Member], set[str], set[str]]:
     """Follow the lifeline until it breaks; what is recorded then."""
     members: set[Member] = set()
     folders: set[str] = set()
+    leases: set[str] = set()
     rest = b""
+    lifeline = socket.socket(fileno=0)
     while True:
-        ready, _, _ = select.select([0], [], [], POLL)
-        chunk = os.read(0, 1 << 16) if ready else b""
+        ready, _, _ = select.select([lifeline], [], [], POLL)
+        chunk = _read(lifeline) if ready else b""
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             word, _, text = line.decode().partition(" ")
             if word == "folder":
                 folders.add(text)
+            elif word == "sweep":
+                leases.add(text)
             elif word in ("add", "drop"):
                 pid, started = map(int, text.split())
                 (members.add if word == "add" else members.discard)(Member(pid, started))
         if (ready and not chunk) or (not ready and os.getppid() != parent):
-            return members, folders
+            return members, folders, leases
+
+
+def _read(lifeline: socket.socket) -> bytes:
+    """What the run said; locks that came with it stay open until this process ends."""
+    try:
+        return socket.recv_fds(lifeline, 1 << 16, 16)[0]
+    except ConnectionResetError:
+        return b""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gefen_offload.ranks.outcome import Kind, Outcome, Verdict
 
 OUTPUT_LINES = 30
+STACK_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class Evidence:
     notes: Sequence[str] = ()
 
 
-def report(verdict: Verdict, outcomes: Sequence[Outcome], evidence: Evidence) -> str:
-    """The whole report, the first cause on its first line."""
+def report(verdict: Verdict, outcomes: Sequence[Outcome], evidence: Evidence, summary: str = "") -> str:
+    """The whole report, its summary on the first line: by default the first cause."""
     bad = [o for o in outcomes if o.bad]
     first = verdict.first
-    lines = [f"{evidence.title}: {_summary(verdict, bad, len(outcomes))}"]
+    lines = [f"{evidence.title}: {summary or _summary(verdict, bad, len(outcomes))}"]
     if first is not None:
         lines += ["", f"first cause: {first.headline()} ({first.seconds:.2f} s after dispatch)", *_details(first)]
     for outcome in verdict.secondary:
@@ -34,6 +35,7 @@ def report(verdict: Verdict, outcomes: Sequence[Outcome], evidence: Evidence) ->
     for outcome in outcomes:
         if not outcome.bad and first is not outcome:
             lines.append(f"rank {outcome.rank} {outcome.kind.value}")
+    lines += _who_is_behind(outcomes)
     lines += [*_output(evidence), *(("", *evidence.notes) if evidence.notes else ())]
     return "\n".join(lines)
 
@@ -43,6 +45,18 @@ def _summary(verdict: Verdict, bad: Sequence[Outcome], world: int) -> str:
         return verdict.reason
     ranks = ", ".join(str(o.rank) for o in bad if o.kind is not Kind.BLOCKED)
     return f"rank {ranks} of {world} failed; {verdict.first.headline() if verdict.first else verdict.kind.value}"
+
+
+def _who_is_behind(outcomes: Sequence[Outcome]) -> list[str]:
+    """When ranks wait in a collective that others have not entered, say which."""
+    most = max((o.collectives for o in outcomes), default=0)
+    behind = [o for o in outcomes if o.collectives < most]
+    ahead = [o for o in outcomes if o.collectives == most and "not left" in o.collective]
+    if not behind or not ahead:
+        return []
+    told = ", ".join(f"rank {o.rank} (entered {o.collectives} before)" for o in behind)
+    waiting = ", ".join(str(o.rank) for o in ahead)
+    return ["", f"never entered {ahead[0].collective.partition(',')[0]}), where rank {waiting} waited: {told}"]
 
 
 def _independent(outcome: Outcome) -> bool:
@@ -56,8 +70,17 @@ def _details(outcome: Outcome) -> list[str]:
     if outcome.collective and outcome.kind is not Kind.RAISED:
         details.append(f"last collective: {outcome.collective}")
     if outcome.stack:
-        details += ["Python stack:", outcome.stack]
+        details += ["Python stack:", _shortened(outcome.stack)]
     return [textwrap.indent("\n".join(details), "    ")] if details else []
+
+
+def _shortened(stack: str) -> str:
+    """The stack without the frames of the import machinery and below our own loop; the artifacts have it whole."""
+    kept = [line for line in stack.splitlines() if not any(part in line for part in _DULL)]
+    return "\n".join(kept[:STACK_LINES] + (["..."] if len(kept) > STACK_LINES else []))
+
+
+_DULL = ("<frozen ", "gefen_offload/ranks/", "/multiprocessing/", 'File "<string>"', "Extension modules:")
 
 
 def _output(evidence: Evidence) -> list[str]:

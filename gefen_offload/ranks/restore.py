@@ -19,8 +19,8 @@ GPU_TOLERANCE = 32 << 20  # bytes: workspaces that libraries keep
 class Surroundings:
     """Environment, seeds and settings around one task, and the differences that are leaks."""
 
-    def __init__(self, backend: str | None) -> None:
-        self.backend = backend
+    def __init__(self, backend: str | None, threads: int) -> None:
+        self.backend, self.threads = backend, threads
         self._before: _Holdings | None = None
 
     def set(self, task: Task) -> None:
@@ -32,7 +32,7 @@ class Surroundings:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         if "torch" in sys.modules:
-            _set_torch(self.backend, task)
+            _set_torch(self.backend, task, self.threads)
 
     def look(self) -> None:
         """Remember what the process holds before the body."""
@@ -144,7 +144,7 @@ def _set_environment(wanted: dict[str, str]) -> None:
             os.environ[name] = value
 
 
-def _set_torch(backend: str | None, task: Task) -> None:
+def _set_torch(backend: str | None, task: Task, threads: int) -> None:
     import torch
 
     torch.manual_seed(0)
@@ -157,7 +157,7 @@ def _set_torch(backend: str | None, task: Task) -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.deterministic = False
     torch.backends.cudnn.benchmark = False
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
+    torch.set_num_threads(threads)
     if backend is not None:
         from gefen_offload.ranks import process_group
 

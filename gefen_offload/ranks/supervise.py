@@ -42,6 +42,11 @@ class Supervisor:
         self._look_at_pending()
         return self.outcomes
 
+    def give_up(self) -> list[Outcome]:
+        """The outcomes so far, and a look at the ranks that are still running."""
+        self._look_at_pending()
+        return self.outcomes
+
     def _take(self, selector: selectors.BaseSelector, rank: int) -> None:
         """Whatever a rank sent; its end, if it ended. A rank that is done is no longer waited for."""
         process = self.processes[rank]
@@ -112,6 +117,7 @@ class Supervisor:
                     state=seen.state,
                     stack=seen.stack,
                     collective=seen.collective,
+                    collectives=status.collectives,
                 )
             )
 
@@ -132,4 +138,5 @@ def _death(rank: int, process: RankProcess, begun: float) -> Outcome:
         fired=status.fired,
         stack=process.fatal_stack(),
         collective=status.collective_text(),
+        collectives=status.collectives,
     )

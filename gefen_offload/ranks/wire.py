@@ -68,6 +68,7 @@ class Join:
     store: tuple[str, int] | None
     prefix: str
     timeout: float
+    threads: int = 1
     faults: tuple[Any, ...] = ()
 
 

@@ -14,25 +14,19 @@ from gefen_offload.offload.schema import Cut, StateSchema, TensorEntry
 from gefen_offload.optim import checkpoint
 from gefen_offload.optim.codebook import BINS, nearest_level, solve_codebook
 from gefen_offload.optim.gefen import Gefen, Graded, as_groups
-from gefen_offload.optim.groups import check_number, check_options
+from gefen_offload.optim.groups import check_options
 from gefen_offload.optim.levels import Levels
-from gefen_offload.optim.newton_schulz import (
-    LR_ADJUSTMENTS,
-    QUINTIC,
-    STEPS,
-    Quintic,
-    check_quintic,
-    check_schedule,
-    lr_ratio,
-    orthogonalise,
-    schedule_of,
+from gefen_offload.optim.muon_options import (
+    check_matrix,
+    check_muon_options,
+    is_schedule,
+    refuse_lacking,
+    same_schedule,
+    with_aliases,
 )
+from gefen_offload.optim.newton_schulz import QUINTIC, STEPS, Quintic, lr_ratio, orthogonalise, schedule_of
 from gefen_offload.optim.shard import is_sharded
 from gefen_offload.optim.work import PIECE_ELEMENTS, Piece, Scalars, StagedPiece, Work, cut
-
-MUON_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "sharded_mode")
-LACKING = ("normuon", "cautious", "fp8_ns", "batched_ns", "stochastic_round")  # options of gefen-x that change numbers
-
 
 # --- maths ----------------------------------------------------------------------------------------------------------
 
@@ -208,7 +202,7 @@ class GefenMuon(Gefen):
             period_one_substrings=(),
             verbose=verbose,
         )
-        defaults = _with_aliases(options)
+        defaults = with_aliases(options)
         self._check_group(defaults)
         super(Gefen, self).__init__(as_groups(params), defaults)
 
@@ -217,13 +211,13 @@ class GefenMuon(Gefen):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices: `params` as in the constructor, and its own options."""
         if isinstance(param_group, dict):
-            param_group = _with_aliases(param_group)
+            param_group = with_aliases(param_group)
             if not isinstance(param_group["params"], (Tensor, set, frozenset)):
                 param_group["params"] = list(param_group["params"])
             for position, item in enumerate(param_group["params"]):
                 name, tensor = item if isinstance(item, tuple) else (f"parameter {position}", item)
                 if isinstance(tensor, Tensor):
-                    _check_matrix(tensor, name)
+                    check_matrix(tensor, name)
         super().add_param_group(param_group)
 
     def _check_group(self, options: dict[str, Any]) -> None:
@@ -242,7 +236,7 @@ class GefenMuon(Gefen):
         return graded
 
     def _graded(self, key: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Graded:
-        _check_matrix(key, state.get("name", "a parameter"), RuntimeError)
+        check_matrix(key, state.get("name", "a parameter"), RuntimeError)
         return super()._graded(key, group, state)
 
     def _works(self, graded: Sequence[Graded]) -> list[Work]:
@@ -293,7 +287,7 @@ class GefenMuon(Gefen):
             where = f"group {index} of the checkpoint"
             refuse_lacking(group, where)
             coefficients = group.get("ns_coefficients")
-            if _is_schedule(coefficients) and not any(_same_schedule(coefficients, own) for own in known):
+            if is_schedule(coefficients) and not any(same_schedule(coefficients, own) for own in known):
                 raise ValueError(
                     f"{where} was made with ns_schedule={coefficients!r}, which this optimizer was not given: pass the "
                     "same list as ns_schedule to load it"
@@ -305,74 +299,6 @@ class GefenMuon(Gefen):
             OffloadReason.OPTIMIZER,
             f"{type(self).__name__} does not stream its state: it steps whole matrices. Keep it resident, or give the "
             "parameters to Gefen, whose offload_state_() does",
-        )
-
-
-# --- options --------------------------------------------------------------------------------------------------------
-
-
-def check_muon_options(options: Mapping[str, Any]) -> None:
-    """Raise a ValueError naming the option of a group that is missing, out of range, or not known here."""
-    for name in MUON_OPTIONS:
-        if name not in options:
-            raise ValueError(f"the parameter group has no {name!r}")
-    check_number("momentum", options["momentum"], least=0.0, below=1.0)
-    _check_choice("nesterov", options["nesterov"], (True, False))
-    _check_choice("adjust_lr_fn", options["adjust_lr_fn"], LR_ADJUSTMENTS)
-    _check_choice("sharded_mode", options["sharded_mode"], ("exact",))
-    _check_choice("beta2", options["beta2"], (0.0,))
-    coefficients = options["ns_coefficients"]
-    if _is_schedule(coefficients) or isinstance(coefficients, str):
-        check_schedule("ns_schedule", coefficients)
-    else:
-        check_quintic("ns_coefficients", coefficients)
-    if type(options["ns_steps"]) is not int or not 1 <= options["ns_steps"] < 100:
-        raise ValueError(f"ns_steps must be an int from 1 to 99, not {options['ns_steps']!r}")
-    refuse_lacking(options, "the parameter group")
-
-
-def refuse_lacking(group: Mapping[str, Any], where: str) -> None:
-    """Raise where a group was made with an option of gefen-x that this implementation lacks."""
-    for name in LACKING:
-        if group.get(name):
-            raise ValueError(f"{where} has {name}={group[name]!r}; this implementation has no {name}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
-
-
-def _with_aliases(options: dict[str, Any]) -> dict[str, Any]:
-    """A group's options as they are kept: a schedule as its coefficients, and `beta1` beside `momentum`."""
-    for name in ("betas", "beta1", "beta2"):
-        if name in options and not (name == "beta2" and options[name] == 0):
-            raise ValueError(f"{name}={options[name]!r}: GefenMuon takes momentum instead")
-    kept = dict(options)
-    schedule = kept.pop("ns_schedule", None)
-    if schedule is not None:
-        check_schedule("ns_schedule", schedule)
-        kept["ns_coefficients"] = [tuple(step) for step in schedule]
-        kept["ns_steps"] = len(schedule)
-    if "momentum" in kept:
-        kept["beta1"] = kept["momentum"]
-    return kept
-
-
-def _is_schedule(coefficients: object) -> bool:
-    return isinstance(coefficients, Sequence) and bool(coefficients) and isinstance(coefficients[0], Sequence)
-
-
-def _same_schedule(a: Any, b: Any) -> bool:
-    return _is_schedule(b) and [tuple(step) for step in a] == [tuple(step) for step in b]
-
-
-def _check_matrix(tensor: Tensor, name: object, error: type[Exception] = ValueError) -> None:
-    if tensor.dim() != 2:
-        raise error(
-            f"{name} has {tensor.dim()} dimensions; GefenMuon takes 2-D parameters only, since it orthogonalises whole "
-            "matrices. Flat partitions, as DeepSpeed ZeRO and FSDP1 make them, are pieces of no matrix: use FSDP2 "
-            "(fully_shard) or DDP, or give the parameter to Gefen, as GefenMuonHybrid does"
         )
 
 

@@ -112,6 +112,8 @@ class Gefen(StateOffloadMixin, Optimizer):
         verbose: bool,
     ) -> None:
         check_number("codebook_refresh_every", codebook_refresh_every, least=0)
+        if codebook_refresh_every != int(codebook_refresh_every):
+            raise ValueError(f"codebook_refresh_every must be a whole number of steps, not {codebook_refresh_every!r}")
         if capturable and codebook_refresh_every:
             raise ValueError(
                 f"capturable=True and codebook_refresh_every={codebook_refresh_every} exclude each other: the codebook "
@@ -238,7 +240,7 @@ class Gefen(StateOffloadMixin, Optimizer):
         lr = group["lr"]
         if isinstance(lr, Tensor):
             on_device = isinstance(step, Tensor) and lr.device == step.device
-            lr = lr.reshape(()) if on_device else float(lr)
+            lr = lr.reshape(()).double() if on_device else float(lr)
         return Scalars(
             lr=lr,
             beta1=group["beta1"],

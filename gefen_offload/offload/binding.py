@@ -76,7 +76,8 @@ class _Entry:
             return Part(self.name, place.slab.address, place.offset, place.nbytes, whole=True)
         row = place.nbytes // blocks
         start = place.offset + first * row
-        return Part(self.name, place.slab.address, start, (last - first) * row, closes=last == blocks)
+        nbytes = (last - first) * row
+        return Part(self.name, place.slab.address, start, nbytes, opens=first == 0, closes=last == blocks)
 
 
 class Survey:

@@ -25,7 +25,7 @@ SIDE_FREE_AFTER = SLOTS  # a window's copies in wait for the copies out of the w
 class Part:
     """The host bytes of one state tensor that one piece works on. `memory` tells slabs apart.
 
-    `closes` says that they reach the tensor's end, so that less than ALIGNMENT bytes after them are padding.
+    `opens` and `closes` say that they start where the tensor does, and end where it does.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Part:
     offset: int
     nbytes: int
     whole: bool = False
+    opens: bool = True
     closes: bool = True
 
 
@@ -307,9 +308,10 @@ def _pack(parts: Sequence[Part]) -> tuple[list[Run], int]:
 
 
 def _neighbours(before: Part, part: Part) -> bool:
-    """Whether nothing but padding lies between the two: another piece's bytes must not be copied with these."""
+    """Whether nothing but padding lies between the two: the bytes of another window must not be copied with these."""
     gap = part.offset - before.offset - before.nbytes
-    return before.memory == part.memory and 0 <= gap < (ALIGNMENT if before.closes else 1)
+    padding = ALIGNMENT if before.closes and part.opens else 1
+    return before.memory == part.memory and 0 <= gap < padding
 
 
 def _spot(part: Part, runs: Sequence[Run], area: _Area | None) -> Spot:

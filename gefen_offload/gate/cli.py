@@ -8,13 +8,24 @@ import sys
 from pathlib import Path
 
 from gefen_offload.gate import checkout, manifest
+from gefen_offload.gate.recorder import TIERS
 
-USAGE = 2
+USAGE, INCOMPLETE = 2, 4
+TIMEOUT = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommands and their arguments."""
     commands = parser.add_subparsers(dest="action", required=True)
+    run_arguments(commands.add_parser("run", help="judge this checkout's wheel, or another project's suite"))
+
+    show = commands.add_parser("show", help="decide a kept run again from its evidence, and print it")
+    show.add_argument("run_dir", type=Path)
+    show.set_defaults(run=show_command)
+
+    itself = commands.add_parser("selftest", help="does the gate still tell each fault from its clean twin")
+    itself.add_argument("--only", default="", help="cases whose name contains this")
+    itself.set_defaults(run=selftest_command)
 
     lists = commands.add_parser("manifest", help="the mandatory lists against what is collected")
     how = lists.add_mutually_exclusive_group(required=True)
@@ -22,10 +33,108 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--update", action="store_true", help="write them anew")
     lists.set_defaults(run=manifest_command)
 
+    base = commands.add_parser("baseline", help="the performance baseline of this machine's GPU")
+    base.add_argument("--update", metavar="RUN_DIR", type=Path, required=True, help="make it from a kept run")
+    base.set_defaults(run=baseline_command)
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``gate run``."""
+    parser.add_argument("--run-dir", metavar="DIR", help="where the evidence goes (a new folder under .gate)")
+    parser.add_argument("--tier", action="append", default=[], choices=TIERS, help="run only this tier; repeatable")
+    parser.add_argument("--require", action="append", default=[], choices=TIERS, help="exit 3 where it cannot run")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="deadline of each session")
+    parser.add_argument("--allow-dirty", action="store_true", help="judge uncommitted changes; never releasable")
+    parser.add_argument("--commit", metavar="SHA", help="the commit of a copy without git; never releasable")
+    parser.add_argument("--wheel", metavar="FILE", help="judge this wheel instead of building one")
+    parser.add_argument("--no-selftest", action="store_true", help="skip the selftest")
+    parser.add_argument("--without-performance", action="store_true", help="judge no measurement; never releasable")
+    parser.add_argument("--tests", metavar="DIR", type=Path, help="judge the suite in this folder instead")
+    parser.add_argument("--mandatory", metavar="FILE", type=Path, help="the ids, relative to DIR, that it must run")
+    parser.add_argument("--package", metavar="NAME", help="the package that the suite in DIR is about")
+    parser.set_defaults(run=run_command)
+
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the chosen subcommand."""
     return int(arguments.run(arguments))
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Judge the checkout, or a foreign suite."""
+    from gefen_offload.gate import run
+
+    options = run.Options(
+        run_dir=arguments.run_dir,
+        tiers=tuple(arguments.tier),
+        required=tuple(arguments.require),
+        allow_dirty=arguments.allow_dirty,
+        commit=arguments.commit,
+        wheel=arguments.wheel,
+        timeout=arguments.timeout,
+        selftest=not arguments.no_selftest,
+        performance=not arguments.without_performance,
+    )
+    if arguments.tests is None and arguments.mandatory is None and arguments.package is None:
+        return run.own(the_checkout(), options)
+    wrong = foreign_problem(arguments)
+    if wrong:
+        print(f"gefen-offload gate run: {wrong}", file=sys.stderr)
+        return USAGE
+    suite = run.Foreign(arguments.tests.resolve(), arguments.mandatory.resolve(), arguments.package)
+    return run.foreign(suite, options)
+
+
+def foreign_problem(arguments: argparse.Namespace) -> str:
+    """What is wrong with the arguments for a foreign suite; empty if nothing."""
+    if arguments.tests is None or arguments.mandatory is None:
+        return "--tests DIR and --mandatory FILE belong together"
+    if not arguments.tests.is_dir():
+        return f"--tests {arguments.tests}: there is no such folder"
+    if not arguments.mandatory.is_file():
+        return f"--mandatory {arguments.mandatory}: there is no such file"
+    return ""
+
+
+def show_command(arguments: argparse.Namespace) -> int:
+    """Decide a kept run again; a verdict that does not follow from its evidence is incomplete evidence."""
+    from gefen_offload.gate import rundir, summary
+
+    try:
+        evidence = rundir.load(arguments.run_dir)
+        verdict = evidence.verdict()
+        same = rundir.judged_as_written(arguments.run_dir, verdict)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"gefen-offload gate show: {arguments.run_dir} is no complete run directory: {error}", file=sys.stderr)
+        return INCOMPLETE
+    print(summary.text(verdict, str(arguments.run_dir)))
+    if not same:
+        print("verdict.json does not follow from the evidence beside it")
+        return INCOMPLETE
+    return int(verdict.status)
+
+
+def selftest_command(arguments: argparse.Namespace) -> int:
+    """Run the fault suite and print one line for each fault."""
+    from gefen_offload.gate.selftest import run
+
+    return run.main(arguments.only)
+
+
+def baseline_command(arguments: argparse.Namespace) -> int:
+    """Make the baseline of a GPU model from a kept run's measurement."""
+    from gefen_offload.gate import baseline, rundir, verdict
+
+    measured = verdict.measured(rundir.load(arguments.update).record)
+    if measured is None:
+        print(f"gefen-offload gate baseline: {arguments.update} holds no measurement", file=sys.stderr)
+        return USAGE
+    folder = the_checkout() / "ci" / "baseline"
+    folder.mkdir(exist_ok=True)
+    path = folder / baseline.file_name(measured.identity.gpu)
+    rundir.write_json(path, measured)
+    print(f"written: {path}; commit it alone, beside {arguments.update}/report.html")
+    return 0
 
 
 def the_checkout() -> Path:

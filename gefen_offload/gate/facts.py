@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import os
 import platform
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gefen_offload.gate.checkout import Source
+from gefen_offload.ranks import inventory
 
 PROBE = """
 import json, sys
@@ -91,67 +90,45 @@ class Facts:
 
 def gather(python: str, source: Source | None, wheel: Wheel | None, package: Mapping[str, str] | None = None) -> Facts:
     """Read the machine and the interpreter that the sessions will use."""
+    present = gpus()
     return Facts(
-        gpus=gpus(),
-        foreign=foreign_processes(),
+        gpus=present,
+        foreign=foreign_processes(present),
         software=software(python),
         source=source,
         wheel=wheel,
         package=package or {},
         cores=len(os.sched_getaffinity(0)),
         host=f"{platform.system()} {platform.release()} {platform.machine()}",
-        topology=nvidia_smi("topo", "-m"),
+        topology=topology() if present else "",
     )
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES."""
-    rows = table("--query-gpu=uuid,name,driver_version,memory.free,memory.total")
-    found = [Gpu(u, n, d, whole(free), whole(total)) for u, n, d, free, total in rows]
-    return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    """The real GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES."""
+    found = inventory.inventory({name: value for name, value in os.environ.items() if name != inventory.SIMULATED})
+    return tuple(
+        Gpu(gpu.uuid, gpu.name, gpu.driver, gpu.memory_total - gpu.memory_used, gpu.memory_total) for gpu in found.gpus
+    )
 
 
-def visible(found: list[Gpu], setting: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that a CUDA_VISIBLE_DEVICES value leaves: indices or UUID beginnings, up to the first bad one."""
-    if setting is None:
-        return tuple(found)
-    kept: list[Gpu] = []
-    for part in filter(None, (part.strip() for part in setting.split(","))):
-        if part.isdigit():
-            matches = found[int(part) : int(part) + 1]
-        else:
-            matches = [gpu for gpu in found if gpu.uuid.startswith(part)]
-        if len(matches) != 1:
-            break
-        kept += matches
-    return tuple(kept)
+def foreign_processes(mine: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """Compute processes on these GPUs: before a run nobody's should be there, after it none of the run's."""
+    uuids = {gpu.uuid for gpu in mine}
+    return tuple(
+        f"process {one.pid} ({one.name}) on {one.gpu}, {one.memory} MiB"
+        for one in inventory.processes()
+        if one.gpu in uuids
+    )
 
 
-def foreign_processes() -> tuple[str, ...]:
-    """Compute processes on the visible GPUs: before a run nobody's should be there, after it none of the run's."""
-    mine = {gpu.uuid for gpu in gpus()}
-    rows = table("--query-compute-apps=gpu_uuid,pid,used_memory")
-    return tuple(f"process {pid} on {uuid} ({used} MiB)" for uuid, pid, used in rows if uuid in mine)
-
-
-def table(query: str) -> list[list[str]]:
-    """Rows of an nvidia-smi query; none where there is no driver."""
-    text = nvidia_smi(query, "--format=csv,noheader,nounits")
-    return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if len(row) > 1]
-
-
-def nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi prints; empty where it is absent or fails."""
+def topology() -> str:
+    """How the GPUs hang together, as nvidia-smi draws it; empty where it cannot say."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def whole(text: str) -> int:
-    """A whole number, or 0 for nvidia-smi's words for not known."""
-    return int(text) if text.isdigit() else 0
 
 
 def software(python: str = sys.executable) -> Software:

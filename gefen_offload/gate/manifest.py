@@ -39,6 +39,12 @@ class Manifest:
     """Test functions that a later definition in the same file replaced."""
     required: tuple[str, ...] = ()
     """Tiers that must have run on this machine."""
+    tiers: tuple[str, ...] = ()
+    """The tiers asked for; all, if empty."""
+    allow_dirty: bool = False
+    """Whether uncommitted changes are judged anyway, the result then not being releasable."""
+    performance: bool = True
+    """Whether the measurements are judged, on a machine with a GPU."""
 
 
 def load(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -46,7 +52,7 @@ def load(folder: Path) -> dict[str, tuple[str, ...]]:
     return dict(read(folder).lists)
 
 
-def read(folder: Path, required: tuple[str, ...] = (), shadowed: tuple[str, ...] = ()) -> Manifest:
+def read(folder: Path) -> Manifest:
     """Read every tier's list from ``folder``."""
     lists: dict[str, tuple[str, ...]] = {}
     damaged: dict[str, str] = {}
@@ -56,7 +62,7 @@ def read(folder: Path, required: tuple[str, ...] = (), shadowed: tuple[str, ...]
             lists[tier], wrong = parse(path.read_text(), headed=True)
             if wrong:
                 damaged[tier] = wrong
-    return Manifest(lists, True, damaged, shadowed, required)
+    return Manifest(lists, damaged=damaged)
 
 
 def parse(text: str, headed: bool) -> tuple[tuple[str, ...], str]:

@@ -60,6 +60,7 @@ class Session:
 
     tier: str
     exit: Exit
+    nonce: str = ""
     damage: tuple[tuple[Damage, str], ...] = ()
     collected: tuple[str, ...] = ()
     deselected: tuple[str, ...] = ()
@@ -88,9 +89,9 @@ def read(path: Path, tier: str, nonce: str, exit: Exit) -> Session:
     except OSError:
         text = ""
     if not text.strip():
-        return Session(tier, exit, ((Damage.MISSING, str(path)),))
+        return Session(tier, exit, nonce, ((Damage.MISSING, path.name),))
     events, damage = events_of(text, nonce)
-    return assemble(tier, exit, events, damage)
+    return assemble(tier, exit, nonce, events, damage)
 
 
 def events_of(text: str, nonce: str) -> tuple[list[dict[str, Any]], list[tuple[Damage, str]]]:
@@ -127,7 +128,9 @@ def after_the_end(events: list[dict[str, Any]]) -> list[tuple[Damage, str]]:
     return []
 
 
-def assemble(tier: str, exit: Exit, events: list[dict[str, Any]], damage: list[tuple[Damage, str]]) -> Session:
+def assemble(
+    tier: str, exit: Exit, nonce: str, events: list[dict[str, Any]], damage: list[tuple[Damage, str]]
+) -> Session:
     """A session from its events."""
 
     def of(kind: str) -> Iterable[dict[str, Any]]:
@@ -138,6 +141,7 @@ def assemble(tier: str, exit: Exit, events: list[dict[str, Any]], damage: list[t
     return Session(
         tier=tier,
         exit=exit,
+        nonce=nonce,
         damage=tuple(damage),
         collected=tuple(id for event in of("collected") for id in event["ids"]),
         deselected=tuple(id for event in of("deselected") for id in event["ids"]),

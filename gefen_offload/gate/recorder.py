@@ -92,18 +92,19 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-        """See whether the test's own body is entered and left: a hook may call the test passed without running it."""
+        """See whether the test's own body runs to its end: a hook may call the test passed without that."""
         body = pyfuncitem.obj
         if inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body):
             self._bodies.add(pyfuncitem.nodeid)
             return (yield)
 
         @functools.wraps(body)
-        def entered(*args: object, **kwargs: object) -> object:
+        def watched(*args: object, **kwargs: object) -> object:
+            result = body(*args, **kwargs)
             self._bodies.add(pyfuncitem.nodeid)
-            return body(*args, **kwargs)
+            return result
 
-        pyfuncitem.obj = entered
+        pyfuncitem.obj = watched
         try:
             return (yield)
         finally:

@@ -16,10 +16,15 @@ from gefen_offload.gate.record import Exit, Session, read
 
 LAUNCHER = Path(__file__).with_name("launch.py")
 MARK = "GEFEN_OFFLOAD_GATE_RUN"
-SCRUBBED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONPATH", "PYTHONSTARTUP", "PYTEST_CURRENT_TEST")
+SCRUBBED = (
+    "PYTEST_ADDOPTS",
+    "PYTEST_PLUGINS",
+    "PYTHONPATH",
+    "PYTHONSTARTUP",
+    "PYTEST_CURRENT_TEST",
+    "GEFEN_RANKS_INVENTORY",
+)
 """Variables that change what a session runs without standing in its command line."""
-GRACE = 10.0
-"""Seconds that a finished session's helpers have to be gone."""
 POLL = 0.05
 
 
@@ -36,6 +41,8 @@ class Plan:
     path: tuple[str, ...] = ()
     """Put first on the session's module path: where the judged wheel is installed."""
     variables: Mapping[str, str] = field(default_factory=dict)
+    grace: float = 10.0
+    """Seconds that the session's helpers have to be gone after its end."""
 
 
 def run(plan: Plan, into: Path, watch: Callable[[Path], None] | None = None) -> Session:
@@ -60,7 +67,7 @@ def run(plan: Plan, into: Path, watch: Callable[[Path], None] | None = None) -> 
             expired = not wait(process, plan.timeout, record, watch)
         finally:
             stop(process)
-    left = leftovers(nonce)
+    left = leftovers(nonce, plan.grace)
     exit = Exit(process.returncode, expired, round(time.monotonic() - began, 2), left)
     return read(record, plan.tier, nonce, exit)
 
@@ -112,7 +119,7 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def leftovers(nonce: str, grace: float = GRACE) -> tuple[str, ...]:
+def leftovers(nonce: str, grace: float) -> tuple[str, ...]:
     """Processes that carry this run's mark after its end: they get a grace to go, are named, and then killed."""
     deadline = time.monotonic() + grace
     while (found := marked(nonce)) and time.monotonic() < deadline:

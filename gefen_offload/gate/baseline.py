@@ -1,0 +1,110 @@
+"""Performance: what was measured, what it was measured before, and whether it may be compared at all.
+
+Counters (bytes each way, launches, allocations, peak memory) are exact and are hard limits. Times are ratios to a
+reference step timed in the same process, interleaved A/B/B/A, and only a tripwire: they may exceed the baseline by
+:data:`TRIPWIRE` or by three times the noise that two runs of the same thing showed, whichever is more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gefen_offload.gate.reason import Finding, Reason
+
+TRIPWIRE = 0.10
+NOISE_LIMIT = 0.15
+CHECK = "performance"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be the same for two measurements to be comparable."""
+
+    gpu: str
+    driver: str
+    torch: str
+    workload: str
+    """Name and version of the measured work; it changes whenever the work does."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One lease's numbers, or a baseline: those of an earlier one."""
+
+    identity: Identity
+    counters: Mapping[str, int]
+    times: Mapping[str, float]
+    """Ratios to the reference, by name."""
+    noise: Mapping[str, float]
+    """For each time, the relative difference between two runs of the same thing."""
+
+
+def compare(measured: Measurement | None, baseline: Measurement | None) -> list[Finding]:
+    """What keeps the measurement from being within its baseline."""
+    if measured is None:
+        return [Finding(Reason.NOT_MEASURED, CHECK)]
+    if baseline is None:
+        made = f"gefen-offload gate baseline --update writes ci/baseline/{file_name(measured.identity.gpu)}"
+        return [Finding(Reason.NO_BASELINE, CHECK, measured.identity.gpu, made)]
+    differs = mismatch(measured.identity, baseline.identity)
+    if differs:
+        return [Finding(Reason.BASELINE_MISMATCH, CHECK, field, detail) for field, detail in differs]
+    findings = [Finding(Reason.BASELINE_PARTIAL, CHECK, name) for name in unpaired(measured, baseline)]
+    return findings + counters(measured, baseline) + times(measured, baseline)
+
+
+def mismatch(measured: Identity, baseline: Identity) -> list[tuple[str, str]]:
+    """The fields in which two identities differ."""
+    pairs = [(name, getattr(measured, name), getattr(baseline, name)) for name in Identity.__dataclass_fields__]
+    return [(name, f"here {here}, baseline {there}") for name, here, there in pairs if here != there]
+
+
+def unpaired(measured: Measurement, baseline: Measurement) -> list[str]:
+    """Names that only one of the two holds."""
+    return sorted({*measured.counters} ^ {*baseline.counters} | {*measured.times} ^ {*baseline.times})
+
+
+def counters(measured: Measurement, baseline: Measurement) -> list[Finding]:
+    """Counters above their limits."""
+    return [
+        Finding(Reason.COUNTER_EXCEEDED, CHECK, name, f"{value} > {baseline.counters[name]}")
+        for name, value in sorted(measured.counters.items())
+        if name in baseline.counters and value > baseline.counters[name]
+    ]
+
+
+def times(measured: Measurement, baseline: Measurement) -> list[Finding]:
+    """Times above their tripwires, or too noisy to tell."""
+    findings: list[Finding] = []
+    for name, value in sorted(measured.times.items()):
+        if name not in baseline.times:
+            continue
+        noise = max(measured.noise.get(name, 0.0), baseline.noise.get(name, 0.0))
+        limit = baseline.times[name] * (1 + max(TRIPWIRE, 3 * noise))
+        if noise > NOISE_LIMIT:
+            findings.append(Finding(Reason.TOO_NOISY, CHECK, name, f"noise {noise:.1%}"))
+        elif value > limit:
+            detail = f"{value:.3f} of the reference, baseline {baseline.times[name]:.3f}, limit {limit:.3f}"
+            findings.append(Finding(Reason.TIME_EXCEEDED, CHECK, name, detail))
+    return findings
+
+
+def file_name(gpu: str) -> str:
+    """The baseline's file for a GPU model."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+
+
+def load(folder: Path, gpu: str) -> Measurement | None:
+    """The baseline of a GPU model, if one was made."""
+    path = folder / file_name(gpu)
+    return from_json(json.loads(path.read_text())) if path.is_file() else None
+
+
+def from_json(data: Mapping[str, Any]) -> Measurement:
+    """A measurement read back."""
+    return Measurement(Identity(**data["identity"]), data["counters"], data["times"], data["noise"])

@@ -1,0 +1,219 @@
+"""One run of the gate, from an empty folder to a verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gefen_offload.gate import baseline as performance
+from gefen_offload.gate import (
+    checkout,
+    facts,
+    junit,
+    manifest,
+    report,
+    rundir,
+    session,
+    statement,
+    summary,
+    wheel,
+)
+from gefen_offload.gate.facts import Facts
+from gefen_offload.gate.manifest import Manifest
+from gefen_offload.gate.progress import Progress
+from gefen_offload.gate.reason import Status
+from gefen_offload.gate.record import Session
+from gefen_offload.gate.rundir import Evidence
+from gefen_offload.gate.selftest import run as selftest
+from gefen_offload.gate.verdict import Verdict, due_tiers, tier_findings
+from gefen_offload.gate.wheel import WheelError
+
+SUITES = ("tests", "tests_distributed")
+TIMEOUT = 3600.0
+"""Seconds that the session of one tier may take."""
+SMOKE_TIMEOUT = 240.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run was asked for."""
+
+    run_dir: str | None = None
+    tiers: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    allow_dirty: bool = False
+    commit: str | None = None
+    wheel: str | None = None
+    timeout: float = TIMEOUT
+    selftest: bool = True
+    performance: bool = True
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Another project's suite: its folder, its mandatory list, and the package that it is about."""
+
+    tests: Path
+    mandatory: Path
+    package: str | None = None
+
+
+def own(root: Path, options: Options) -> int:
+    """Judge this checkout's wheel; the exit code."""
+    progress = Progress()
+    if options.selftest and not selftested(progress):
+        return Status.INCOMPLETE
+    source = checkout.source(root, options.commit)
+    folder = rundir.make(root, options.run_dir, (source.commit or source.digest)[:10])
+    progress.say(f"run directory {folder}")
+    try:
+        built = Path(options.wheel).resolve() if options.wheel else wheel.build(root, sys.executable, folder / "wheel")
+        installed = wheel.install(built, folder / "site", root)
+    except WheelError as error:
+        print(f"gefen-offload gate: {error}", file=sys.stderr)
+        return Status.UNFIT
+    lists = dataclasses.replace(
+        manifest.read(root / "ci" / "mandatory"),
+        shadowed=manifest.shadowed(root),
+        required=options.required,
+        tiers=options.tiers,
+        allow_dirty=options.allow_dirty,
+        performance=options.performance,
+    )
+    before = facts.gather(sys.executable, source, installed)
+    stopped = preflight(folder, lists, before)
+    if stopped is not None:
+        return finish(folder, stopped)
+    progress.say("smoke: two ranks, an all-reduce of a known value")
+    before = dataclasses.replace(before, smoke=smoke(folder, before))
+    record = sessions(root, folder, lists, before, options, progress) if before.smoke is None else ()
+    after = facts.gather(sys.executable, checkout.source(root, options.commit), wheel.again(installed, built))
+    return finish(folder, Evidence(lists, record, before, after, baseline_for(root, before)))
+
+
+def selftested(progress: Progress) -> bool:
+    """Whether the gate itself still tells each fault from its clean twin."""
+    progress.say("selftest: one miniature suite for each way to be green wrongly")
+    wrong = selftest.failures()
+    for line in wrong:
+        print(f"gefen-offload gate: selftest: {line}", file=sys.stderr)
+    return not wrong
+
+
+def preflight(folder: Path, lists: Manifest, before: Facts) -> Evidence | None:
+    """Evidence of an unfit box or checkout, found before anything long is run; None where all is well."""
+    evidence = Evidence(lists, (), before, before, None)
+    unfit = any(finding.reason.status is Status.UNFIT for finding in evidence.verdict().findings)
+    return evidence if unfit else None
+
+
+def sessions(
+    root: Path, folder: Path, lists: Manifest, before: Facts, options: Options, progress: Progress
+) -> tuple[Session, ...]:
+    """One session for each tier that is due, and on a GPU the measurements, one after the other."""
+    done = []
+    for tier in due_tiers(lists, before):
+        progress.say(f"{tier}: {len(lists.lists[tier])} tests")
+        where = [name for name in SUITES if (root / name).is_dir()]
+        required = [f"--require-gpus={tier.removeprefix('gpu')}"] if tier.startswith("gpu") else []
+        arguments = ("-m", tier, "-p", "no:cacheprovider", "--rootdir", str(root), *required, *where)
+        plan = session.Plan(
+            tier, sys.executable, root, arguments, options.timeout, checkout.PACKAGE, (str(folder / "site"),)
+        )
+        done.append(session.run(plan, folder / "sessions", progress.watcher(tier, len(lists.lists[tier]))))
+    if before.gpus and options.performance:
+        progress.say("performance: counters and times")
+        done.append(session.run(ours(folder, performance.CHECK, "step.py", "gpu1", options), folder / "sessions"))
+    return tuple(done)
+
+
+def ours(folder: Path, check: str, name: str, tier: str, options: Options) -> session.Plan:
+    """A session of the gate's own suites, which stand in the wheel."""
+    file = folder / "site" / checkout.PACKAGE / "gate" / "suites" / name
+    arguments = ("-m", tier, "-p", "no:cacheprovider", "--rootdir", str(file.parent), "-c", os.devnull, str(file))
+    return session.Plan(
+        check, sys.executable, folder, arguments, options.timeout, checkout.PACKAGE, (str(folder / "site"),)
+    )
+
+
+def smoke(folder: Path, before: Facts) -> str | None:
+    """Two ranks, an all-reduce of a known value: None if it was right, else what went wrong."""
+    tier = "gpu2" if len(before.gpus) >= 2 else "gloo2"
+    plan = ours(folder, "smoke", "all_reduce.py", tier, Options(timeout=SMOKE_TIMEOUT))
+    done = session.run(plan, folder / "sessions")
+    listed = Manifest({"smoke": tuple(id for id, _ in done.selected) or ("all_reduce",)})
+    wrong = tier_findings(listed, done, before)
+    if not wrong:
+        return None
+    last = [*session.tail(folder / "sessions" / "smoke.log", 3)]
+    return "; ".join([*(f"{finding.reason.name} {finding.detail}".strip() for finding in wrong), *last])[:1000]
+
+
+def baseline_for(root: Path, before: Facts) -> performance.Measurement | None:
+    """The baseline of this machine's GPU model."""
+    return performance.load(root / "ci" / "baseline", before.gpus[0].name) if before.gpus else None
+
+
+def foreign(suite: Foreign, options: Options) -> int:
+    """Judge another project's suite by the same rules; the exit code."""
+    ids, wrong = manifest.parse(suite.mandatory.read_text(), headed=False)
+    lists = Manifest(
+        {"suite": ids},
+        exact=False,
+        damaged={"suite": wrong} if wrong else {},
+        shadowed=manifest.shadowed(suite.tests, (".",)),
+        required=options.required,
+        performance=False,
+    )
+    folder = rundir.make(suite.tests, options.run_dir, suite.tests.name)
+    path = tuple(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    before = facts.gather(sys.executable, None, None, package_files(suite))
+    stopped = preflight(folder, lists, before)
+    if stopped is not None:
+        return finish(folder, stopped)
+    arguments = ("-p", "no:cacheprovider", "--rootdir", str(suite.tests), str(suite.tests))
+    plan = session.Plan("suite", sys.executable, suite.tests, arguments, options.timeout, suite.package, path)
+    progress = Progress()
+    record = (session.run(plan, folder / "sessions", progress.watcher("suite", len(ids))),)
+    after = facts.gather(sys.executable, None, None, package_files(suite))
+    return finish(folder, Evidence(lists, record, before, after, None))
+
+
+def package_files(suite: Foreign) -> Mapping[str, str]:
+    """The digest of each file of the foreign package, where it imports from; none if no package was named."""
+    if suite.package is None:
+        return {}
+    spec = importlib.util.find_spec(suite.package)
+    if spec is None or spec.origin is None:
+        print(f"gefen-offload gate: --package {suite.package}: it cannot be imported here", file=sys.stderr)
+        sys.exit(Status.USAGE)
+    top = Path(spec.origin)
+    files = [top] if spec.submodule_search_locations is None else top.parent.rglob("*")
+    return {str(path): wheel.sha256(path) for path in files if path.is_file() and "__pycache__" not in path.parts}
+
+
+def finish(folder: Path, evidence: Evidence) -> int:
+    """Decide, write everything, print the verdict; the exit code."""
+    verdict = evidence.verdict()
+    rundir.write(folder, evidence, verdict)
+    told(folder, evidence, verdict)
+    print(summary.text(verdict, str(folder)))
+    return int(verdict.status)
+
+
+def told(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
+    """The verdict for people and for other programs: summary, report, JUnit and statement."""
+    markdown = summary.markdown(verdict, evidence.before)
+    (folder / "summary.md").write_text(markdown)
+    if os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(os.environ["GITHUB_STEP_SUMMARY"], "a") as step:
+            step.write(markdown)
+    junit.write(folder / "junit.xml", evidence.record)
+    made = statement.statement(verdict, evidence.manifest, evidence.record, evidence.before)
+    rundir.write_json(folder / "statement.json", made)
+    report.write(folder / "report.html", evidence, verdict)

@@ -1,0 +1,263 @@
+"""Tests that did not simply pass: skipped, expected to fail, flaky, failed around the body, passed without a body."""
+
+from __future__ import annotations
+
+from gefen_offload.gate.reason import Reason
+from gefen_offload.gate.selftest.case import SUITE, Case, Suite, suite_case
+
+HEAD = "    import os, pytest\n"
+TWO = """
+    def test_two():
+        assert 2 + 2 == 4
+"""
+
+
+def first(body: str) -> Suite:
+    """The common suite with another first test."""
+    return Suite({"test_it.py": HEAD + body + TWO})
+
+
+def hooked(conftest: str, suite: str = SUITE) -> Suite:
+    """A suite under a conftest of its own."""
+    return Suite({"conftest.py": conftest, "test_it.py": HEAD + suite})
+
+
+RERUN = """
+    from _pytest.runner import runtestprotocol
+    def pytest_runtest_protocol(item, nextitem):
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for _ in range(2):
+            reports = runtestprotocol(item, nextitem=nextitem, log=False)
+            for report in reports:
+                item.ihook.pytest_runtest_logreport(report=report)
+            if {again}:
+                break
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+"""
+FLAKY = (
+    """
+    seen = []
+    def test_one():
+        seen.append(1)
+        assert len(seen) > 1
+"""
+    + TWO
+)
+FALSE_PASS = """
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(item, call):
+        report = yield
+        report.outcome, report.longrepr = "passed", None
+        return report
+"""
+
+CASES: list[Case] = [
+    suite_case(
+        "skip mark",
+        Reason.SKIPPED,
+        broken=first("""
+    @pytest.mark.skip(reason="later")
+    def test_one():
+        assert 1 + 1 == 2
+"""),
+    ),
+    suite_case(
+        "skip on a condition",
+        Reason.SKIPPED,
+        broken=first("""
+    @pytest.mark.skipif("os.sep == '/'", reason="not here")
+    def test_one():
+        assert 1 + 1 == 2
+"""),
+    ),
+    suite_case(
+        "skip in the body",
+        Reason.SKIPPED,
+        broken=first("""
+    def test_one():
+        pytest.skip("no time")
+"""),
+    ),
+    suite_case(
+        "skip in a fixture",
+        Reason.SKIPPED,
+        broken=first("""
+    @pytest.fixture
+    def thing():
+        pytest.skip("no thing")
+    def test_one(thing):
+        assert thing
+"""),
+    ),
+    suite_case(
+        "skip in a hook",
+        Reason.SKIPPED,
+        broken=hooked("""
+    def pytest_runtest_setup(item):
+        if item.name == "test_one":
+            pytest.skip("the hook says so")
+"""),
+    ),
+    suite_case(
+        "importorskip takes the file away",
+        Reason.MISSING,
+        broken=Suite(
+            {
+                "test_it.py": """
+    import pytest
+    pytest.importorskip("no_such_module_anywhere")
+"""
+                + SUITE
+            }
+        ),
+    ),
+    suite_case(
+        "module-level skip",
+        Reason.MISSING,
+        broken=Suite(
+            {
+                "test_it.py": """
+    import pytest
+    pytest.skip("all of it", allow_module_level=True)
+"""
+                + SUITE
+            }
+        ),
+    ),
+    suite_case(
+        "expected to fail, and failed",
+        Reason.XFAILED,
+        broken=first("""
+    @pytest.mark.xfail
+    def test_one():
+        assert False
+"""),
+    ),
+    suite_case(
+        "expected to fail, and passed",
+        Reason.XPASSED,
+        broken=first("""
+    @pytest.mark.xfail
+    def test_one():
+        assert True
+"""),
+    ),
+    suite_case(
+        "xfail called in the body",
+        Reason.XFAILED,
+        broken=first("""
+    def test_one():
+        pytest.xfail("known")
+"""),
+    ),
+    suite_case(
+        "plain failure",
+        Reason.FAILED,
+        broken=first("""
+    def test_one():
+        assert 1 + 1 == 3
+"""),
+    ),
+    suite_case(
+        "failure with the exit status set to 0",
+        Reason.FAILED,
+        broken=hooked(
+            """
+    def pytest_sessionfinish(session):
+        session.exitstatus = 0
+""",
+            """
+    def test_one():
+        assert 1 + 1 == 3
+"""
+            + TWO,
+        ),
+    ),
+    suite_case(
+        "error in setup",
+        Reason.SETUP_ERROR,
+        broken=first("""
+    @pytest.fixture
+    def thing():
+        raise ValueError("no thing")
+    def test_one(thing):
+        assert thing
+"""),
+    ),
+    suite_case(
+        "error in teardown",
+        Reason.TEARDOWN_ERROR,
+        broken=first("""
+    @pytest.fixture
+    def thing():
+        yield 1
+        raise ValueError("thing is stuck")
+    def test_one(thing):
+        assert thing
+"""),
+    ),
+    suite_case("passed on the second try", Reason.FLAKY, broken=hooked(RERUN.format(again="reports[1].passed"), FLAKY)),
+    suite_case("ran twice", Reason.RAN_TWICE, broken=hooked(RERUN.format(again="False"))),
+    suite_case(
+        "body never called",
+        Reason.BODY_NOT_RUN,
+        broken=hooked("""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(pyfuncitem):
+        return True
+"""),
+    ),
+    suite_case(
+        "failure rewritten as a pass",
+        Reason.BODY_NOT_RUN,
+        broken=hooked(
+            FALSE_PASS,
+            """
+    def test_one():
+        assert 1 + 1 == 3
+"""
+            + TWO,
+        ),
+    ),
+    suite_case(
+        "call phase left out",
+        Reason.INTERRUPTED,
+        broken=hooked("""
+    from _pytest.runner import call_and_report
+    def pytest_runtest_protocol(item, nextitem):
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        call_and_report(item, "setup", True)
+        call_and_report(item, "teardown", True, nextitem=nextitem)
+        return True
+"""),
+    ),
+    suite_case(
+        "failure outside the list",
+        Reason.UNLISTED_FAILURE,
+        broken=Suite(
+            {
+                "test_it.py": SUITE
+                + """
+    def test_three():
+        assert False
+"""
+            }
+        ),
+    ),
+]
+SUBTESTS = suite_case(
+    "a subtest skipped",
+    Reason.SUBTEST_FAILED,
+    broken=first("""
+    def test_one(subtests):
+        with subtests.test("part"):
+            pytest.skip("this part")
+"""),
+    clean=first("""
+    def test_one(subtests):
+        with subtests.test("part"):
+            assert 1 + 1 == 2
+"""),
+)
+"""For a pytest that has subtests (9 and newer)."""

@@ -1,0 +1,97 @@
+"""The wheel under judgement: built offline from the checkout, put alone into a folder that the sessions import from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from gefen_offload.gate.checkout import PACKAGE
+from gefen_offload.gate.facts import Wheel
+
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", PACKAGE)
+BUILD = "import sys, setuptools.build_meta as backend; print(backend.build_wheel(sys.argv[1]))"
+EPOCH = "1704067200"
+"""The time stamp of every file in the wheel, so that the same source gives the same digest."""
+
+
+class WheelError(RuntimeError):
+    """The wheel could not be built or installed; the message says what to do."""
+
+
+def build(root: Path, python: str, into: Path) -> Path:
+    """Build the wheel from a copy of the sources, with the interpreter's own setuptools and no network.
+
+    The copy keeps a read-only checkout as it is, and keeps an old ``build/`` folder out of the wheel.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gefen-offload-build-") as scratch:
+        copy = Path(scratch) / "source"
+        copy.mkdir()
+        for name in SOURCES:
+            copy_source(root / name, copy / name)
+        done = subprocess.run(
+            [python, "-c", BUILD, str(into.resolve())],
+            cwd=copy,
+            env={**os.environ, "SOURCE_DATE_EPOCH": EPOCH, "PYTHONPATH": ""},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    if done.returncode:
+        raise WheelError(
+            f"the wheel could not be built by {python}: {done.stderr.strip()[-600:]}\n"
+            "It needs setuptools 77 or newer there; or give a wheel that was built elsewhere: --wheel FILE"
+        )
+    return into / done.stdout.splitlines()[-1]
+
+
+def copy_source(source: Path, target: Path) -> None:
+    """Copy a file or a folder, without caches and writable whatever the original was."""
+    if source.is_file():
+        shutil.copyfile(source, target)
+        return
+    for path in source.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            copied = target / path.relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copied)
+
+
+def install(wheel: Path, site: Path, root: Path | None) -> Wheel:
+    """Unpack a pure-Python wheel, which is all that installing one means, and compare it with the checkout."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        flavour = next((name for name in names if name.endswith(".dist-info/WHEEL")), None)
+        if flavour is None or b"Root-Is-Purelib: true" not in archive.read(flavour):
+            raise WheelError(f"{wheel.name} is not a pure-Python wheel; the gate installs no other")
+        archive.extractall(site)
+    files = installed(site)
+    return Wheel(wheel.name, sha256(wheel), str(site), files, differences(files, root) if root else ())
+
+
+def again(before: Wheel, wheel: Path) -> Wheel:
+    """Read the installed wheel once more, after the sessions."""
+    return Wheel(before.name, sha256(wheel), before.site, installed(Path(before.site)), before.differs)
+
+
+def installed(site: Path) -> dict[str, str]:
+    """The digest of each file of the package below ``site``."""
+    paths = sorted(path for path in (site / PACKAGE).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(site)): sha256(path) for path in paths}
+
+
+def differences(files: Mapping[str, str], root: Path) -> tuple[str, ...]:
+    """Files whose content, or whose being there at all, is not the same in the wheel and in the checkout."""
+    ours = {name: digest for name, digest in installed(root).items() if not name.endswith((".so", ".o"))}
+    return tuple(sorted(name for name in {*files, *ours} if files.get(name) != ours.get(name)))
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

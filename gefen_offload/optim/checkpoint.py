@@ -112,12 +112,14 @@ def pack(
     for group in groups:
         count = len(group["params"])
         body = {key: list(value) if isinstance(value, list) else value for key, value in group.items()}
+        if len(body.get("param_names", ())) != count:  # a wrapper replaced the parameters: the names are not theirs
+            body = {key: value for key, value in body.items() if key not in ("param_names", "param_names_synthesized")}
         body["params"] = list(range(position, position + count))
         body[METADATA] = _metadata(header, group["params"])
         packed.append(body)
         position += count
     return {
-        "state": {key: dict(state) for key, state in states.items()},
+        "state": dict(states),
         "param_groups": packed,
         "gefen_global_step": header.global_step,
         "gefen_deterministic": False,

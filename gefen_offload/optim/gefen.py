@@ -150,8 +150,6 @@ class Gefen(StateOffloadMixin, Optimizer):
         if self._fused:
             _require_kernels(zip(names, tensors, strict=True))
         super().add_param_group({**group, "params": tensors, "param_names": names, "param_names_synthesized": made_up})
-        for tensor, name in zip(tensors, names, strict=True):
-            self.state[tensor] = {"name": name}
         self._note_group_added(self.param_groups[-1])
 
     def _check_group(self, options: dict[str, Any]) -> None:
@@ -178,20 +176,28 @@ class Gefen(StateOffloadMixin, Optimizer):
         return loss
 
     def _collect(self) -> list[Graded]:
-        """Every parameter with a gradient and an element, in the groups' order; changes nothing but absent names."""
+        """Every parameter with a gradient and an element, in the groups' order; changes nothing."""
         graded = []
-        for index, group in enumerate(self.param_groups):
-            for position, key in enumerate(group["params"]):
-                if key.grad is None or key.numel() == 0:
-                    continue
-                state = self.state[key]
-                if "name" not in state:
-                    state["name"] = _name_of(group, index, position)
-                graded.append(self._graded(key, group, state))
+        for group in self.param_groups:
+            for key in group["params"]:
+                if key.grad is not None and key.numel():
+                    graded.append(self._graded(key, group, self.state.get(key, {})))
         return [item for item in graded if item.gradient.numel()]
 
+    def _names_of(self, group: dict[str, Any]) -> list[str]:
+        """The names of a group's parameters; made up where a wrapper has replaced the parameters."""
+        names: list[str] = group.get("param_names", [])
+        if len(names) == len(group["params"]):
+            return names
+        index = next(i for i, other in enumerate(self.param_groups) if other is group)
+        return [f"group_{index}_param_{position}" for position in range(len(group["params"]))]
+
+    def _name_of(self, key: Tensor, group: dict[str, Any]) -> str:
+        return next(name for name, p in zip(self._names_of(group), group["params"], strict=True) if p is key)
+
     def _graded(self, key: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Graded:
-        gradient, name = key.grad, state["name"]
+        gradient = key.grad
+        name = state["name"] if "name" in state else self._name_of(key, group)
         if gradient is None or gradient.layout is not torch.strided or gradient.is_complex():
             raise RuntimeError(f"{name} has a sparse or complex gradient; Gefen takes dense real ones")
         sharded = is_sharded(key)
@@ -311,9 +317,11 @@ class Gefen(StateOffloadMixin, Optimizer):
         if period is not None:
             item.state["automatic_period"] = period
             self._say(f"{item.name}: period {period} of {item.gradient.numel()} elements")
+        item.state["name"] = item.name
         item.state.update(tensors)
         for counter in self._counters(item.factored):
             item.state.setdefault(counter, self._zero(item.parameter.device))
+        self.state[item.key] = item.state
         if self._capturable and not isinstance(self._global_step, Tensor):
             self._global_step = torch.tensor(self._global_step, device=item.parameter.device)
 
@@ -378,18 +386,22 @@ class Gefen(StateOffloadMixin, Optimizer):
         self._guard_read()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        packed = checkpoint.pack(
-            self.param_groups,
-            {position: self.state[p] for position, p in enumerate(parameters) if p in self.state},
-            self._header(),
-        )
+        packed = checkpoint.pack(self.param_groups, self._packed_states(), self._header())
         if self.state_offload_active:
             packed = checkpoint.cloned(packed)
         checkpoint.warn_if_not_finite(packed["state"].values())
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
+
+    def _packed_states(self) -> dict[int, dict[str, Any]]:
+        """Each parameter's state by its position; one that has not stepped has its name."""
+        owned = [
+            (p, name)
+            for group in self.param_groups
+            for p, name in zip(group["params"], self._names_of(group), strict=True)
+        ]
+        return {position: dict(self.state.get(p) or {"name": name}) for position, (p, name) in enumerate(owned)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer or of gefen-x 0.5.0.
@@ -406,7 +418,8 @@ class Gefen(StateOffloadMixin, Optimizer):
         )
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         for p, entries, tensors in zip(parameters, loaded.entries, placed, strict=True):
-            states[p] = {**entries.plain, **self._counters_on(p.device, entries.counters), **tensors}
+            if entries.tensors:
+                states[p] = {**entries.plain, **self._counters_on(p.device, entries.counters), **tensors}
         groups = [
             {**saved, "params": group["params"]} for saved, group in zip(loaded.groups, self.param_groups, strict=True)
         ]
@@ -425,16 +438,16 @@ class Gefen(StateOffloadMixin, Optimizer):
         """What a checkpoint must hold to be loaded here."""
         return checkpoint.Expected(
             optimizer=type(self).__name__,
-            groups=[self._targets(group, index) for index, group in enumerate(self.param_groups)],
+            groups=[self._targets(group) for group in self.param_groups],
             names=[_own_names(group) for group in self.param_groups],
             moments=self._moments,
             check_group=self._check_group,
         )
 
-    def _targets(self, group: dict[str, Any], index: int) -> list[checkpoint.Target]:
+    def _targets(self, group: dict[str, Any]) -> list[checkpoint.Target]:
         return [
-            checkpoint.Target(_name_of(group, index, position), local_of(p).shape, p.requires_grad)
-            for position, p in enumerate(group["params"])
+            checkpoint.Target(name, local_of(p).shape, p.requires_grad)
+            for p, name in zip(group["params"], self._names_of(group), strict=True)
         ]
 
     def _counters_on(self, device: torch.device, counters: dict[str, int]) -> dict[str, int | Tensor]:
@@ -490,11 +503,6 @@ def _own_names(group: dict[str, Any]) -> list[str | None]:
     if len(names) != len(group["params"]):
         return [None] * len(group["params"])
     return [None if synthetic else name for name, synthetic in zip(names, made_up, strict=True)]
-
-
-def _name_of(group: dict[str, Any], index: int, position: int) -> str:
-    names = group.get("param_names", ())
-    return names[position] if len(names) == len(group["params"]) else f"group_{index}_param_{position}"
 
 
 def _require_kernels(parameters: Iterable[tuple[str, Tensor]]) -> None:

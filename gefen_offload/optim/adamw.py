@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,16 +31,28 @@ def check_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer) -> Non
             _check_entry(state_dict["state"].get(key, {}), parameter, _name(ours, position))
 
 
-def move_state(optimizer: Optimizer) -> None:
-    """Bring the moments beside their parameters. Every copy is made before the first is put in place."""
+def stage_move(optimizer: Optimizer, device: torch.device | str | None) -> Callable[[], None]:
+    """Copy the moments that are not beside their parameters there; calling what this returns puts them in place.
+
+    Raises a ValueError where `device` is given and a parameter is elsewhere.
+    """
+    if device is not None:
+        target = torch.empty(0, device=device).device
+        elsewhere = {p.device for group in optimizer.param_groups for p in group["params"]} - {target}
+        if elsewhere:
+            raise ValueError(f"move_state_({str(device)!r}): parameters are on {sorted(map(str, elsewhere))}")
     staged = [
-        (entry, name, entry[name].to(parameter.device, copy=True))
+        (entry, name, entry[name].to(parameter.device))
         for parameter, entry in optimizer.state.items()
         for name in (*MOMENTS, "max_exp_avg_sq")
         if name in entry and entry[name].device != parameter.device
     ]
-    for entry, name, tensor in staged:
-        entry[name] = tensor
+
+    def commit() -> None:
+        for entry, name, tensor in staged:
+            entry[name] = tensor
+
+    return commit
 
 
 def _check_group(theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str) -> None:

@@ -180,29 +180,26 @@ class GefenMuonHybrid(Optimizer):
                 f"the checkpoint's backup_optimizer is {saved!r}, this optimizer's {self.backup_optimizer!r}: "
                 f"construct it with backup_optimizer={saved!r} to load it"
             )
-        for child, name in ((self.muon, "muon"), (self.backup, "backup")):
-            part = state_dict[name]
-            if (part is None) != (child is None):
-                have, lack = (
-                    ("the checkpoint", "this optimizer") if child is None else ("this optimizer", "the checkpoint")
-                )
+        sides = [(self.muon, "muon"), (self.backup, "backup")]
+        for child, name in sides:
+            if (state_dict[name] is None) != (child is None):
+                have, lack = "this optimizer", "the checkpoint"
+                have, lack = (lack, have) if child is None else (have, lack)
                 raise ValueError(f"{have} has a {name!r} part and {lack} has none: the models are split differently")
+        for child, name in sides:
             if child is not None:
-                _check_part(child, part)
+                _check_part(child, state_dict[name])
 
     # --- where the state lives ---
 
     def move_state_(self, device: torch.device | str | None = None) -> None:
         """Move the state of both to their parameters' devices, or to one that every parameter is already on."""
-        if device is not None:
-            _check_device(self.param_groups, torch.device(device))
-        with _Undo(self.muon):
-            if self.muon is not None:
-                self.muon.move_state_(device)
-            if isinstance(self.backup, Gefen):
-                self.backup.move_state_(device)
-            elif self.backup is not None:
-                adamw.move_state(self.backup)
+        commits = [
+            child._stage_move(device) if isinstance(child, Gefen) else adamw.stage_move(child, device)
+            for child in self.children
+        ]
+        for commit in commits:
+            commit()
 
     def offload_state_(self, *args: Any, **kwargs: Any) -> None:
         """Refused: Muon's side steps whole matrices."""
@@ -226,22 +223,18 @@ class GefenMuonHybrid(Optimizer):
 
 
 class _Undo:
-    """Puts an optimizer's state, groups, codebook and counter back, the same objects, if the block raises."""
+    """Undoes a load, should the block raise: the optimizer holds the very objects that it held before."""
 
     def __init__(self, optimizer: GefenMuon | None) -> None:
         self._optimizer = optimizer
 
     def __enter__(self) -> None:
-        if self._optimizer is not None:
-            self._members = dict(self._optimizer.__dict__)
-            self._entries = {key: dict(entry) for key, entry in self._optimizer.state.items()}
+        if self._optimizer is not None:  # loading replaces these members, and writes to none of them
+            self._members = dict(vars(self._optimizer))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or self._optimizer is None:
-            return
-        self._optimizer.__dict__.update(self._members)
-        for key, entry in self._entries.items():
-            self._optimizer.state[key].update(entry)
+        if kind is not None and self._optimizer is not None:
+            vars(self._optimizer).update(self._members)
 
 
 def _split(
@@ -303,14 +296,3 @@ def _check_part(child: Optimizer, part: Mapping[str, Any]) -> None:
         checkpoint.read(part, child._expected())
     else:
         adamw.check_state_dict(part, child)
-
-
-def _check_device(groups: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-    index = torch.empty(0, device=device).device
-    for group in groups:
-        for parameter in group["params"]:
-            if parameter.device != index:
-                raise ValueError(
-                    f"state cannot move to {index}: a parameter of shape {tuple(parameter.shape)} is on "
-                    f"{parameter.device}"
-                )

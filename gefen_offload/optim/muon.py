@@ -221,8 +221,8 @@ class GefenMuon(Gefen):
         super().add_param_group(param_group)
 
     def _check_group(self, options: dict[str, Any]) -> None:
-        check_options(options)
         check_muon_options(options)
+        check_options(options)
 
     # --- the step ---
 

@@ -23,7 +23,7 @@ def check_muon_options(options: Mapping[str, Any]) -> None:
     _check_choice("nesterov", options["nesterov"], (True, False))
     _check_choice("adjust_lr_fn", options["adjust_lr_fn"], LR_ADJUSTMENTS)
     _check_choice("sharded_mode", options["sharded_mode"], ("exact",))
-    _check_choice("beta2", options["beta2"], (0.0,))
+    _check_choice("beta2", options.get("beta2", 0.0), (0.0,))
     coefficients = options["ns_coefficients"]
     if is_schedule(coefficients) or isinstance(coefficients, str):
         check_schedule("ns_schedule", coefficients)

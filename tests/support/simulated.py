@@ -5,10 +5,10 @@ How it models a device:
 - Copies are queued. A queued copy takes effect only when something waits, directly or through other streams, for an
   event recorded after it (`Schedule.LATE`); or as soon as nothing it was told to wait for is missing (`EARLY`); or at
   some moment in between, drawn from a seed (`RANDOM`).
-- The memory that a queued copy will write reads as 0xFF from the moment it is queued: who looks too early sees that.
+- The memory that a queued copy will write reads as 0xFF until it has: who looks too early, or reuses it, sees that.
 - A copy out of device memory sees what the compute stream had written by the last of its events that the copy's own
   stream waited for, not what is there now; before any such wait it sees 0xFF.
-- A copy that overwrites memory which an unfinished earlier copy still has to read leaves 0xFF for that copy.
+- A copy that overwrites memory which an unfinished copy still has to read leaves 0xFF for that copy.
 - Any copy, counted from 0, can fail when it is queued or when it takes effect, be lost, or go to another stream; any
   kind of wait can be lost. Allocations are counted, and fail while `frozen`.
 """
@@ -53,7 +53,7 @@ class Fault:
 
 @dataclass
 class Sabotage:
-    """Engine mistakes, planted at the seam. Streams are numbered in the order they were made; -1 is the compute stream."""
+    """Engine mistakes, planted at the seam. Streams are numbered as they were made; COMPUTE is the caller's."""
 
     lost_waits: set[tuple[int, int]] = field(default_factory=set)  # (waiting stream, recording stream)
     lost_copies: Callable[[SimulatedCopy], bool] = lambda copy: False
@@ -73,7 +73,6 @@ class SimulatedCopy:
     stream: int
     inward: bool
     clobbered: bool = False
-    done: bool = False
 
 
 @dataclass(eq=False)
@@ -102,7 +101,7 @@ class SimulatedStream:
 
     owner: SimulatedAccelerator
     number: int
-    queue: list[SimulatedCopy | tuple[SimulatedEvent, SimulatedStream | None, int]] = field(default_factory=list)
+    queue: list[Any] = field(default_factory=list)  # copies, and waits as (event, its stream, its position); then None
     done: int = 0
     written: dict[int, Tensor] | None = None  # what the compute stream had written, as far as this stream has waited
 
@@ -113,6 +112,7 @@ class SimulatedStream:
             return
         if self.number == COMPUTE:
             event.synchronize()
+            self.owner.spoil_unfinished()
         else:
             snapshot = SimulatedEvent(self.owner, event.stream, event.position, event.written)
             self.queue.append((snapshot, event.stream, event.position))
@@ -149,6 +149,7 @@ class SimulatedStream:
     def step(self) -> None:
         """Make the next entry happen."""
         item = self.queue[self.done]
+        self.queue[self.done] = None
         self.done += 1
         if isinstance(item, tuple):
             if item[0].written is not None:
@@ -172,9 +173,8 @@ class SimulatedAccelerator:
         self.unusable: set[int] = set()
         self.allocation_fails_at: int | None = None
         self._random = random.Random(seed)
-        self._streams: list[SimulatedStream] = []
+        self._streams: list[weakref.ref[SimulatedStream]] = []
         self._compute = SimulatedStream(self, COMPUTE)
-        self._pending: list[SimulatedCopy] = []
         self._device_memory: list[weakref.ref[Tensor]] = []
         self._host_memory: list[tuple[int, int, weakref.ref[Any]]] = []
         self._clock = 0.0
@@ -205,7 +205,7 @@ class SimulatedAccelerator:
         """A stream for copies."""
         self._allocated("stream")
         stream = SimulatedStream(self, len(self._streams))
-        self._streams.append(stream)
+        self._streams.append(weakref.ref(stream))
         return stream
 
     def new_event(self, *, timing: bool = False) -> SimulatedEvent:
@@ -219,8 +219,7 @@ class SimulatedAccelerator:
         tensor = torch.empty(tuple(shape), dtype=dtype)
         _spoil(tensor)
         self._device_memory = [ref for ref in self._device_memory if ref() is not None]
-        if dtype is torch.uint8 and len(shape) == 1:
-            self._device_memory.append(weakref.ref(tensor))
+        self._device_memory.append(weakref.ref(tensor))
         return tensor
 
     def host(self, nbytes: int, *, pinned: bool) -> HostMemory:
@@ -250,23 +249,20 @@ class SimulatedAccelerator:
         if self.sabotage.lost_copies(copy):
             return
         elsewhere = self.sabotage.redirect(copy)
-        target = stream if elsewhere is None else self._streams[elsewhere]
+        target = stream if elsewhere is None else self._streams[elsewhere]() or stream
         if copy.inward:
             _spoil(destination)
         target.queue.append(copy)
-        self._pending.append(copy)
         self.order.append(("queued", copy.number))
 
     def perform(self, copy: SimulatedCopy, stream: SimulatedStream) -> None:
         """Let a queued copy take effect."""
-        self._pending.remove(copy)
-        copy.done = True
         self.order.append(("done", copy.number))
         if self.fault is not None and self.fault.copy == copy.number and self.fault.on_arrival:
             _spoil(copy.destination)
             raise InjectedError(f"copy {copy.number} failed on its way")
-        for other in self._pending:
-            if other.number < copy.number and _overlap(other.source, copy.destination):
+        for other in self._unfinished():
+            if _overlap(other.source, copy.destination):
                 other.clobbered = True
         if copy.clobbered:
             _spoil(copy.destination)
@@ -283,21 +279,43 @@ class SimulatedAccelerator:
             _spoil(copy.destination)
             return
         start = copy.source.data_ptr() - memory.data_ptr()
-        copy.destination.copy_(seen[start : start + copy.source.numel()])
+        _bytes(copy.destination).copy_(seen[start : start + copy.source.numel() * copy.source.element_size()])
+
+    def spoil_unfinished(self) -> None:
+        """What is queued may happen at any moment: whoever looks at its destination now must not rely on it."""
+        for copy in self._unfinished():
+            if copy.inward:
+                _spoil(copy.destination)
 
     def go_on(self) -> None:
         """Let happen what the schedule lets happen by itself."""
         if self.schedule is Schedule.LATE:
             return
-        ready = [stream for stream in self._streams if stream.ready()]
+        ready = [stream for stream in self._live() if stream.ready()]
         while ready and (self.schedule is Schedule.EARLY or self._random.random() < 0.5):
             self._random.choice(ready).step()
-            ready = [stream for stream in self._streams if stream.ready()]
+            ready = [stream for stream in self._live() if stream.ready()]
+
+    def _live(self) -> list[SimulatedStream]:
+        return [stream for ref in self._streams if (stream := ref()) is not None]
+
+    def _unfinished(self) -> list[SimulatedCopy]:
+        queued = [item for stream in self._live() for item in stream.queue[stream.done :]]
+        return [item for item in queued if isinstance(item, SimulatedCopy)]
 
     def snapshot(self) -> dict[int, Tensor]:
-        """What the compute stream sees in the staging memory now."""
+        """What the compute stream sees in device memory now."""
         live = [ref() for ref in self._device_memory]
-        return {memory.data_ptr(): memory.clone() for memory in live if memory is not None}
+        return {memory.data_ptr(): _bytes(memory).clone() for memory in live if memory is not None}
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Bytes of device and of host memory that are still in use."""
+        device = [ref() for ref in self._device_memory]
+        return (
+            sum(memory.numel() * memory.element_size() for memory in device if memory is not None),
+            sum(nbytes for _, nbytes, root in self._host_memory if root() is not None),
+        )
 
     # --- memory ---
 
@@ -323,7 +341,7 @@ class SimulatedAccelerator:
         )
 
     def _memory_of(self, tensor: Tensor) -> Tensor | None:
-        """The staging memory that a tensor is a part of."""
+        """The device memory that a tensor is a part of."""
         for ref in self._device_memory:
             memory = ref()
             if memory is not None and _overlap(memory, tensor):
@@ -336,9 +354,12 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return first < second + other.numel() * other.element_size() and second < first + one.numel() * one.element_size()
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
 def _spoil(tensor: Tensor) -> None:
-    if tensor.numel():
-        tensor.view(-1).view(torch.uint8).fill_(0xFF)
+    _bytes(tensor).fill_(0xFF)
 
 
 @contextlib.contextmanager

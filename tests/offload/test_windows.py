@@ -1,0 +1,168 @@
+"""A plan covers every byte once, within its slots, and copies nothing that another window owns."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gefen_offload.offload.slab import ALIGNMENT, aligned
+from gefen_offload.offload.windows import SLOTS, Demand, Need, Part, cut_to_fit, plan
+
+
+@st.composite
+def layouts(draw):
+    """The pieces of a step over state that lies in one slab, some parameters absent, and where each tensor lies."""
+    needs, owned, end = [], [], 0
+    for parameter in range(draw(st.integers(1, 8))):
+        blocks = draw(st.integers(1, 7))
+        rows = draw(st.lists(st.sampled_from([1, 3, 4, 20, 96, 160]), min_size=1, max_size=3))
+        wholes = draw(st.lists(st.sampled_from([4, 40, 96]), max_size=2))
+        starts = []
+        for nbytes in [row * blocks for row in rows] + wholes:
+            end = aligned(end)
+            starts.append(end)
+            owned.append((end, end + nbytes))
+            end += nbytes
+        if draw(st.integers(0, 4)) == 0:
+            continue
+        step = draw(st.integers(1, blocks))
+        for first in range(0, blocks, step):
+            last = min(first + step, blocks)
+            parts = [
+                Part(f"b{i}", 0, starts[i] + first * row, (last - first) * row, opens=first == 0, closes=last == blocks)
+                for i, row in enumerate(rows)
+            ]
+            parts += [Part(f"w{i}", 0, starts[len(rows) + i], n, whole=True) for i, n in enumerate(wholes)]
+            needs.append(Need(parameter, tuple(parts)))
+    return needs, owned
+
+
+def bytes_of(runs):
+    return Counter(byte for run in runs for byte in range(run.host, run.host + run.nbytes))
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts(), st.integers(1, 2000))
+def test_every_byte_moves_once_each_way(layout, capacity):
+    """Each needed byte is copied in once and out once in a step; other bytes are alignment padding, of no tensor."""
+    needs, owned = layout
+    planned = plan(needs, capacity)
+    inward = bytes_of(run for window in planned.windows for run in window.inward)
+    outward = bytes_of(run for window in planned.windows for run in window.outward)
+    needed = {byte for need in needs for part in need.parts for byte in range(part.offset, part.offset + part.nbytes)}
+    tensors = {byte for first, last in owned for byte in range(first, last)}
+    assert inward == outward
+    assert {byte for byte in inward if byte in tensors} == needed
+    assert all(inward[byte] == 1 for byte in needed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts(), st.integers(1, 2000))
+def test_pieces_find_their_bytes_where_they_were_copied(layout, capacity):
+    """A part's spot is inside the copy that brings it, aligned as on the host; copies in a slot do not overlap."""
+    needs, _ = layout
+    planned = plan(needs, capacity)
+    sides = {}
+    for window in planned.windows:
+        taken = Counter()
+        for run in window.inward:
+            if run.side:
+                sides[run.host] = run
+            else:
+                assert run.host % ALIGNMENT == run.staged % ALIGNMENT
+                taken.update(range(run.staged, run.staged + run.nbytes))
+        assert max(taken.values(), default=1) == 1
+        assert max(taken, default=0) < planned.slot_bytes or not taken
+        for need, spots in zip(needs[window.first : window.last], window.spots, strict=True):
+            for part in need.parts:
+                spot = spots[part.name]
+                runs = [sides[part.offset]] if spot.side else [run for run in window.inward if not run.side]
+                assert any(
+                    run.host <= part.offset
+                    and part.offset + part.nbytes <= run.host + run.nbytes
+                    and spot.offset == run.staged + part.offset - run.host
+                    for run in runs
+                )
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts(), st.integers(1, 2000))
+def test_windows_keep_order_and_size(layout, capacity):
+    """Windows are consecutive, cover all pieces, and exceed the capacity only for a single piece."""
+    needs, _ = layout
+    planned = plan(needs, capacity)
+    assert [i for window in planned.windows for i in range(window.first, window.last)] == list(range(len(needs)))
+    for window in planned.windows:
+        used = max((run.staged + run.nbytes for run in window.inward if not run.side), default=0)
+        assert used <= capacity or window.last == window.first + 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts(), st.integers(1, 2000))
+def test_a_side_area_is_free_before_it_is_used_again(layout, capacity):
+    """From the last use of a side area to the next copy into it, windows pass whose copies out are waited for."""
+    needs, _ = layout
+    last_use = {}
+    for index, window in enumerate(plan(needs, capacity).windows):
+        for run in window.inward:
+            if run.side:
+                for byte in range(run.staged, run.staged + run.nbytes):
+                    assert last_use.get(byte, -SLOTS) + SLOTS <= index
+        for spots in window.spots:
+            for spot in spots.values():
+                if spot.side:
+                    last_use.update(dict.fromkeys(range(spot.offset, spot.offset + spot.nbytes), index))
+
+
+def test_small_parameters_share_one_copy():
+    """A hundred small parameters that lie one after another move in one copy each way."""
+    needs = [Need(i, (Part("a", 0, 64 * i, 40), Part("b", 0, 64 * i + 48, 4))) for i in range(100)]
+    (window,) = plan(needs, 2**20).windows
+    assert len(window.inward) == len(window.outward) == 1
+
+
+def test_bytes_of_the_next_window_are_not_copied_back():
+    """A tensor's first block, in the window before, is not taken for the padding between two tensors."""
+    head = Need(0, (Part("a", 0, 0, 48, closes=False), Part("b", 0, 96, 4, closes=False)))
+    tail = Need(0, (Part("a", 0, 48, 48, opens=False), Part("b", 0, 100, 4, opens=False)))
+    for window, other in zip(plan([head, tail], 60).windows, [tail, head], strict=True):
+        theirs = {byte for part in other.parts for byte in range(part.offset, part.offset + part.nbytes)}
+        assert not theirs & set(bytes_of(window.outward))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.sampled_from([5, 64, 516, 2052]), st.integers(1, 3), st.integers(0, 200)),
+        max_size=8,
+    ),
+    st.integers(200, 20000),
+)
+@settings(max_examples=150, deadline=None)
+def test_cuts_cover_each_piece_in_order(sizes, capacity):
+    """The cut pieces of a piece are consecutive and cover it; none exceeds a window that could hold a block."""
+    demands = [Demand(0, blocks, row, tensors, whole) for blocks, row, tensors, whole in sizes]
+    cuts = cut_to_fit(demands, capacity)
+    for index, demand in enumerate(demands):
+        mine = [cut for cut in cuts if cut.piece == index]
+        assert [cut.first for cut in mine] == [0, *[cut.last for cut in mine[:-1]]]
+        assert mine[-1].last == demand.last
+        for cut in mine:
+            nbytes = (cut.last - cut.first) * demand.row + demand.overhead
+            assert nbytes <= capacity or cut.last == cut.first + 1
+    assert [cut.piece for cut in cuts] == sorted(cut.piece for cut in cuts)
+
+
+@pytest.mark.parametrize("capacity", [2**20, 3 * 2**20])
+def test_large_parameters_fill_their_windows(capacity):
+    """Cut to fit, a parameter of many windows leaves less than a sixteenth of each unused."""
+    demands = [Demand(0, 50000, 2052, 2, 0)]
+    cuts = cut_to_fit(demands, capacity)
+    needs = [
+        Need(0, (Part("a", 0, cut.first * 2052, (cut.last - cut.first) * 2052, opens=False, closes=False),))
+        for cut in cuts
+    ]
+    *full, _ = plan(needs, capacity).windows
+    assert all(run.nbytes > capacity * 15 // 16 for window in full for run in window.inward)

@@ -73,6 +73,18 @@ def divided(a, b, inverse):
 
 
 @triton.jit
+def divisor_of(largest):
+    """For m / largest: a power of two that brings `largest` into a safe range, its product, and the reciprocal of that.
+
+    Blocks of zeros divide by one. Three multiplications an element then do what `div_rn` needs a branch for.
+    """
+    scale = tl.where(largest < 5.421010862427522e-20, 7.922816251426434e28, 1.0)
+    scale = tl.where(largest > 1.8446744073709552e19, 5.421010862427522e-20, scale)
+    divisor = tl.where(largest == 0.0, 1.0, largest * scale)
+    return scale, divisor, tl.div_rn(1.0, divisor)
+
+
+@triton.jit
 def nearest(x, thresholds, bins, STEPS: tl.constexpr):
     """The index of the level nearest to x, of [-1, 1]: the number of thresholds below x (see tables.py).
 
@@ -85,8 +97,8 @@ def nearest(x, thresholds, bins, STEPS: tl.constexpr):
             half = 128 >> step
             found += tl.where(x > tl.load(thresholds + found + (half - 1)), half, 0)
     else:
-        cell = tl.fma(x, 2048.0, 2048.5).to(tl.int32)
-        cell = tl.minimum(tl.maximum(cell, 0), 4096)
+        cell = tl.fma(x, 2048.0, 2048.5).to(tl.int32).to(tl.uint32)
+        cell = tl.minimum(cell, 4096)  # what is not a number, too
         base = tl.load(bins + cell).to(tl.int32)
         found = base
         for step in tl.static_range(STEPS):
@@ -119,9 +131,21 @@ def averaged(old, mean, beta2, rest2):
 
 
 @triton.jit
-def stepsize_of(root, inverse1, eps):
-    """(1/bc1) / (root + eps)."""
-    return tl.div_rn(1.0, root + eps) * inverse1
+def stepsize_of(v, scale, inverse1, eps):
+    """(1/bc1) / (sqrt(v) scale + eps), where `scale` is 1 / sqrt(bc2)."""
+    return tl.div_rn(1.0, tl.sqrt_rn(v) * scale + eps) * inverse1
+
+
+@triton.jit
+def stepsizes(v, scale, inverse1, eps):
+    """(1/bc1) / (sqrt(v) scale + eps) to the last bits, for many v: without the branches of `sqrt_rn` and `div_rn`."""
+    y = tl.rsqrt(tl.maximum(v, 1.1754943508222875e-38))
+    root = v * y
+    root = tl.fma(tl.fma(-root, root, v), 0.5 * y, root) * scale + eps
+    z = tl.rsqrt(root)
+    inverse = z * z
+    inverse = tl.fma(tl.fma(-root, inverse, 1.0), inverse, inverse)
+    return tl.where(v > 3e38, 0.0, inverse * inverse1)
 
 
 @triton.jit

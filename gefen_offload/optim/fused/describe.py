@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from gefen_offload.optim import flat
 from gefen_offload.optim.fused.launch import Scratch
 from gefen_offload.optim.fused.plan import BlockPlan, FactorPlan, plan_blocks, plan_factors
 from gefen_offload.optim.work import Scalars, StagedPiece, Work
+
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 ROW_WORDS = 20
 _WORDS = struct.Struct("<16q")
@@ -108,7 +111,7 @@ class Description:
             results,
             0,
         )
-        key = (plan, work.parameter.dtype, work.gradient.dtype, alignment_of(period, plan, addresses))
+        key = (plan, work.parameter.dtype, work.gradient.dtype, alignment_of(period, blocks, plan, addresses))
         group = self.steps.get(key) or self._step_group(plan, key)
         group.rows.append(row + scalars)
         group.programs.append((-(-blocks * max(1, plan.parts) // plan.blocks), blocks))
@@ -191,7 +194,7 @@ def pack_scalars(scalars: Scalars, factored: bool) -> bytes:
     )
 
 
-def alignment_of(period: int, plan: BlockPlan, addresses: int) -> int:
+def alignment_of(period: int, blocks: int, plan: BlockPlan, addresses: int) -> int:
     """The bytes that every address of a piece, or'ed into `addresses`, may be taken to be a multiple of.
 
     [Note: alignment] The compiler lays a tile out by it, and a layout decides the order of a sum. So wherever there are
@@ -202,4 +205,4 @@ def alignment_of(period: int, plan: BlockPlan, addresses: int) -> int:
         return period if addresses % period == 0 else 1
     if addresses % 16:
         return 1
-    return 16 if period % 16 == 0 or period == 1 else 1
+    return 16 if period % 16 == 0 or (period == 1 and blocks % 16 == 0) else 1

@@ -25,7 +25,7 @@ COLUMN_TILE = tl.constexpr(128)  # columns that a program of the third launch fi
 STACK = tl.constexpr(32)  # partial sums of a column added side by side
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row", "start"])
 def square_partials(
     words, floats, starts, row, start, scratch, GRADIENT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     ALIGNED: tl.constexpr
@@ -59,7 +59,7 @@ def square_partials(
     tl.store(column_partials + col, tl.sum(total, 0), mask=col < cols)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row", "start"])
 def finish_rows(words, floats, starts, row, start, scratch):
     """The row averages (of a fresh matrix; else they are there), and the sums of 512 of them each."""
     piece, tile = find_piece(starts + start)
@@ -82,7 +82,7 @@ def finish_rows(words, floats, starts, row, start, scratch):
     tl.store(scratch + tl.load(words + ROW_SUMS) + tile, tl.sum(tl.where(inside, r, 0.0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row", "start"])
 def finish_columns(words, floats, starts, row, start, scratch):
     """The column averages of a fresh matrix; the first program of each matrix takes the mean of the row averages."""
     piece, tile = find_piece(starts + start)
@@ -97,9 +97,9 @@ def finish_columns(words, floats, starts, row, start, scratch):
         total = tl.zeros([ROW_TILE], tl.float32)
         for done in range(0, count, ROW_TILE):
             total += tl.load(sums + done + lanes, mask=done + lanes < count, other=0.0)
-        mean = tl.sum(total, 0) * tl.div_rn(1.0, rows.to(tl.float32))
-        mean = tl.where(mean < TINY, TINY, mean)  # keeps a NaN
-        tl.store(scratch + tl.load(words + MEAN), mean)
+        whole = tl.sum(total, 0) * tl.div_rn(1.0, rows.to(tl.float32))
+        whole = tl.where(whole < TINY, TINY, whole)  # keeps a NaN
+        tl.store(scratch + tl.load(words + MEAN), whole)
     else:
         at = (tile - 1).to(tl.int64) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
         inside = at < cols

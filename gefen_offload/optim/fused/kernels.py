@@ -2,7 +2,8 @@
 
 A launch steps many pieces. Each has a row of 20 words in a table; see `rows.py` for what they hold. A tile is BLOCKS
 segments of up to WIDTH elements. In the short kernel a segment is a block; in the long ones it is a part of a block.
-What a block's result depends on is the block alone, so neither the pieces nor the launches they are grouped into matter.
+Tiles are (WIDTH, BLOCKS): with the elements that lie side by side along the first axis, the compiler
+gives the look-ups in the tables the layout of the loads, and nothing is exchanged between threads. What a block's result depends on is the block alone, so neither the pieces nor the launches they are grouped into matter.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,14 +20,15 @@ from gefen_offload.optim.fused.arithmetic import (
     averaged,
     block_mean,
     divided,
+    divisor_of,
     find_piece,
     lerp,
     magnitude_bits,
     nearest,
-    rounded,
     rows_within,
     square,
     stepsize_of,
+    stepsizes,
 )
 
 # Words of a row; the hyper-parameters are float32, counted in half words.
@@ -56,17 +58,17 @@ def _factored_stepsize(words, floats, means, start, local, lanes, within, inside
     if MOMENT == ALONG_ROWS:  # local is the segments' beginnings: (BLOCKS,)
         if ALIGNED == 16 and SPACED:
             col = tl.multiple_of(col, 16)
-        r = tl.load(rows + top + row, mask=within, other=0.0)[:, None]
-        c = tl.load(columns + (col[:, None] + lanes[None, :]), mask=inside, other=0.0)
+        r = tl.load(rows + top + row, mask=within, other=0.0)[None, :]
+        c = tl.load(columns + (lanes[:, None] + col[None, :]), mask=inside, other=0.0)
     else:
         r = tl.load(rows + top + row, mask=inside, other=0.0)
         c = tl.load(columns + col, mask=inside, other=0.0)
     mean = tl.load(means + tl.load(words + MEAN))
     v = divided(r * c, mean, tl.div_rn(1.0, mean)) * tl.load(floats + INVERSE2)
-    return stepsize_of(tl.sqrt_rn(v), tl.load(floats + INVERSE1), tl.load(floats + EPS))
+    return stepsizes(v, 1.0, tl.load(floats + INVERSE1), tl.load(floats + EPS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row", "start"])
 def step_short(
     words,
     floats,
@@ -93,6 +95,8 @@ def step_short(
     period = tl.load(words + PERIOD).to(tl.int32)
     if EXACT:
         period = WIDTH
+    elif ALIGNED == 16:
+        period = tl.multiple_of(period, 16)
     first = tile.to(tl.int64) * BLOCKS
     begin = first * period
     block = first + tl.arange(0, BLOCKS)
@@ -101,12 +105,11 @@ def step_short(
     segments = tl.arange(0, BLOCKS) * period
     if ALIGNED == 16 and not EXACT:
         segments = tl.multiple_of(segments, 16)
-    local = segments[:, None] + lanes[None, :]
-    inside = within[:, None] & (lanes < period)[None, :]
-    if EXACT:
-        inside = within[:, None] & (lanes < WIDTH)[None, :]
+    local = lanes[:, None] + segments[None, :]
+    inside = within[None, :] & (lanes < period)[:, None]
+    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
     gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
-    indices = address(words + INDICES, tl.uint8, ALIGNED) + begin
+    indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED) + begin
     parameters = address(words, PARAMETER, ALIGNED) + begin
     magnitudes = address(words + MAGNITUDES, tl.float32, 1) + block
 
@@ -115,23 +118,24 @@ def step_short(
     p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
     magnitude = tl.load(magnitudes, mask=within, other=0.0)
 
-    m = lerp(tl.load(levels + index) * magnitude[:, None], g, tl.load(floats + WEIGHT))
+    m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT))
     m = tl.where(inside, m, 0.0)
-    largest = tl.max(magnitude_bits(m), 1).to(tl.float32, bitcast=True)
-    divisor = tl.where(largest == 0.0, 1.0, largest)
-    index = nearest(tl.div_rn(m, divisor[:, None]), thresholds, bins, STEPS)
+    largest = tl.max(magnitude_bits(m), 0).to(tl.float32, bitcast=True)
+    scale, divisor, inverse = divisor_of(largest)
+    x = divided(m * scale[None, :], divisor[None, :], inverse[None, :])
+    index = nearest(x, thresholds, bins, STEPS)
     tl.store(indices + local, index.to(tl.uint8), mask=inside)
     tl.store(magnitudes, largest, mask=within)
-    m = tl.load(levels + index) * largest[:, None]
+    m = tl.load(levels + index) * largest[None, :]
 
     if MOMENT == BLOCK_MOMENT:
-        total = tl.sum(square(g, GRADIENT), 1)
+        total = tl.sum(square(g, GRADIENT), 0)
         moments = address(words + MOMENTS, tl.float32, 1) + block
         v = tl.load(moments, mask=within, other=0.0)
         v = averaged(v, block_mean(total, period, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
         tl.store(moments, v, mask=within)
-        stepsize = stepsize_of(tl.sqrt_rn(v) * tl.load(floats + INVERSE2), tl.load(floats + INVERSE1), tl.load(floats + EPS))
-        update = m * stepsize[:, None]
+        stepsize = stepsize_of(v, tl.load(floats + INVERSE2), tl.load(floats + INVERSE1), tl.load(floats + EPS))
+        update = m * stepsize[None, :]
     elif MOMENT == ALONG_ROWS:
         update = m * _factored_stepsize(words, floats, scratch, begin, segments, lanes, within, inside, MOMENT, ALIGNED, WIDTH >= 16)
     else:
@@ -152,12 +156,14 @@ def _long_tile(words, tile, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: 
     begin = block * period + part * length
     if ALIGNED == 16:
         begin = tl.multiple_of(begin, 16)
-    filled = tl.minimum(length, period - part * length)
     within = block < tl.load(words + COUNT)
-    return segment, block, begin, tl.where(within, filled, 0), within
+    filled = tl.where(within, tl.minimum(length, period - part * length), 0).to(tl.int32)
+    if ALIGNED == 16:
+        filled = tl.multiple_of(filled, 16)
+    return segment, block, begin, filled, within
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row", "start"])
 def long_partials(
     words,
     floats,
@@ -180,20 +186,21 @@ def long_partials(
     floats += (row + piece) * (2 * ROW)
     segment, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
     lanes = tl.arange(0, WIDTH)
-    inside = lanes[None, :] < filled[:, None]
-    local = begin[:, None] + lanes[None, :]
+    inside = lanes[:, None] < filled[None, :]
+    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+    local = lanes[:, None] + begin[None, :]
     g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
-    index = tl.load(address(words + INDICES, tl.uint8, ALIGNED) + local, mask=inside, other=0).to(tl.int32)
+    index = tl.load(address(words + INDICES, tl.uint8, INDEX_ALIGNED) + local, mask=inside, other=0).to(tl.int32)
     magnitude = tl.load(address(words + MAGNITUDES, tl.float32, 1) + block, mask=within, other=0.0)
-    m = lerp(tl.load(levels + index) * magnitude[:, None], g, tl.load(floats + WEIGHT))
+    m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT))
     m = tl.where(inside, m, 0.0)
     slots = scratch + tl.load(words + PARTIALS) + segment * 2
-    tl.store(slots, tl.max(magnitude_bits(m), 1).to(tl.float32, bitcast=True), mask=within)
+    tl.store(slots, tl.max(magnitude_bits(m), 0).to(tl.float32, bitcast=True), mask=within)
     if MOMENT == BLOCK_MOMENT:
-        tl.store(slots + 1, tl.sum(square(g, GRADIENT), 1), mask=within)
+        tl.store(slots + 1, tl.sum(square(g, GRADIENT), 0), mask=within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row", "start"])
 def long_blocks(
     words,
     floats,
@@ -234,11 +241,11 @@ def long_blocks(
         mean = block_mean(tl.sum(total, 0), tl.load(words + PERIOD), GRADIENT)
         v = averaged(tl.load(moments), mean, tl.load(floats + BETA2), tl.load(floats + REST2))
         tl.store(moments, v)
-        root = tl.sqrt_rn(v) * tl.load(floats + INVERSE2)
-        tl.store(results + 2, stepsize_of(root, tl.load(floats + INVERSE1), tl.load(floats + EPS)))
+        scale = tl.load(floats + INVERSE2)
+        tl.store(results + 2, stepsize_of(v, scale, tl.load(floats + INVERSE1), tl.load(floats + EPS)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row", "start"])
 def step_long(
     words,
     floats,
@@ -263,9 +270,10 @@ def step_long(
     floats += (row + piece) * (2 * ROW)
     _, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
     lanes = tl.arange(0, WIDTH)
-    inside = lanes[None, :] < filled[:, None]
-    local = begin[:, None] + lanes[None, :]
-    indices = address(words + INDICES, tl.uint8, ALIGNED)
+    inside = lanes[:, None] < filled[None, :]
+    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+    local = lanes[:, None] + begin[None, :]
+    indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED)
     parameters = address(words, PARAMETER, ALIGNED)
     g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
     index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
@@ -273,13 +281,14 @@ def step_long(
     results = scratch + tl.load(words + RESULTS) + block * 4
     magnitude = tl.load(results, mask=within, other=0.0)
     largest = tl.load(results + 1, mask=within, other=0.0)
-    m = lerp(tl.load(levels + index) * magnitude[:, None], g, tl.load(floats + WEIGHT))
-    divisor = tl.where(largest == 0.0, 1.0, largest)
-    index = nearest(tl.div_rn(m, divisor[:, None]), thresholds, bins, STEPS)
+    m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT))
+    scale, divisor, inverse = divisor_of(largest)
+    x = divided(m * scale[None, :], divisor[None, :], inverse[None, :])
+    index = nearest(x, thresholds, bins, STEPS)
     tl.store(indices + local, index.to(tl.uint8), mask=inside)
-    m = tl.load(levels + index) * largest[:, None]
+    m = tl.load(levels + index) * largest[None, :]
     if MOMENT == BLOCK_MOMENT:
-        update = m * tl.load(results + 2, mask=within, other=0.0)[:, None]
+        update = m * tl.load(results + 2, mask=within, other=0.0)[None, :]
     else:
         origin = tl.min(tl.where(within, begin, 0x7FFFFFFFFFFFFFFF), 0)
         near = (begin - origin).to(tl.int32)
@@ -287,7 +296,64 @@ def step_long(
             near = tl.where(within, near, 0)
             update = m * _factored_stepsize(words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True)
         else:
-            near = tl.where(within, near, 0)[:, None] + lanes[None, :]
+            near = lanes[:, None] + tl.where(within, near, 0)[None, :]
             update = m * _factored_stepsize(words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True)
+    new = applied(p, update, tl.load(floats + DECAY), tl.load(floats + LR), PARAMETER)
+    tl.store(parameters + local, new, mask=inside)
+
+
+@triton.jit(do_not_specialize=["row", "start"])
+def step_single(
+    words,
+    floats,
+    starts,
+    row,
+    start,
+    levels,
+    thresholds,
+    bins,
+    scratch,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MOMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Step BLOCKS blocks of one element."""
+    piece, tile = find_piece(starts + start)
+    words += (row + piece) * ROW
+    floats += (row + piece) * (2 * ROW)
+    begin = tile.to(tl.int64) * BLOCKS
+    local = tl.arange(0, BLOCKS)
+    count = tl.load(words + COUNT)
+    if ALIGNED == 16:
+        count = tl.multiple_of(count, 16)
+    inside = begin + local < count
+    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+    gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
+    indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED) + begin
+    parameters = address(words, PARAMETER, ALIGNED) + begin
+    magnitudes = address(words + MAGNITUDES, tl.float32, 4) + begin
+    g = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
+    index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
+    magnitude = tl.load(magnitudes + local, mask=inside, other=0.0)
+    m = lerp(tl.load(levels + index) * magnitude, g, tl.load(floats + WEIGHT))
+    largest = tl.abs(m)
+    x = tl.where(m > 0.0, 1.0, tl.where(m < 0.0, -1.0, 0.0))
+    index = nearest(x, thresholds, bins, STEPS)
+    tl.store(indices + local, index.to(tl.uint8), mask=inside)
+    tl.store(magnitudes + local, largest, mask=inside)
+    m = tl.load(levels + index) * largest
+    if MOMENT == BLOCK_MOMENT:
+        moments = address(words + MOMENTS, tl.float32, 4) + begin
+        v = tl.load(moments + local, mask=inside, other=0.0)
+        v = averaged(v, square(g, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
+        tl.store(moments + local, v, mask=inside)
+        scale = tl.load(floats + INVERSE2)
+        update = m * stepsizes(v, scale, tl.load(floats + INVERSE1), tl.load(floats + EPS))
+    else:
+        update = m * _factored_stepsize(words, floats, scratch, begin, local, local, inside, inside, ANYWHERE, ALIGNED, False)
+    p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
     new = applied(p, update, tl.load(floats + DECAY), tl.load(floats + LR), PARAMETER)
     tl.store(parameters + local, new, mask=inside)

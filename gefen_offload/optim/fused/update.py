@@ -12,17 +12,17 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import triton.language as tl
+
 from torch import Tensor
 
 from gefen_offload.optim.fused import factors, kernels
-from gefen_offload.optim.fused.describe import ROW_WORDS, Description, FactorKind, Group, StepKind
+from gefen_offload.optim.fused.describe import DTYPES, ROW_WORDS, Description, FactorKind, Group, StepKind
 from gefen_offload.optim.fused.launch import Kernel, Scratch, Table
 from gefen_offload.optim.fused.tables import LevelTables, build_tables
 from gefen_offload.optim.update import plain_update
 from gefen_offload.optim.work import StagedPiece
 
-DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
 
 PIECES = 256  # of one launch
 SCRATCH_FLOATS = 2**22  # what has been described is launched before its sums take much more than this
@@ -34,6 +34,7 @@ _NEVER = 0x7FFFFFFF
 _square_partials = Kernel(factors.square_partials)
 _finish_rows = Kernel(factors.finish_rows)
 _finish_columns = Kernel(factors.finish_columns)
+_step_single = Kernel(kernels.step_single)
 _step_short = Kernel(kernels.step_short)
 _long_partials = Kernel(kernels.long_partials)
 _long_blocks = Kernel(kernels.long_blocks)
@@ -146,13 +147,18 @@ class FusedUpdate:
         )
         parameter, gradient = DTYPES[kind.parameter], DTYPES[kind.gradient]
         shape = (kind.width, kind.blocks, kind.moment)
-        if not kind.long:
+        if kind.width == 1:
+            moment = min(kind.moment, 1)
+            constants = (parameter, gradient, kind.blocks, moment, kind.aligned, levels.steps)
+            _step_single(programs[0], buffers, numbers[0], constants, warps)
+        elif not kind.long:
             constants = (parameter, gradient, *shape, kind.exact, kind.aligned, levels.steps)
             _step_short(programs[0], buffers, numbers[0], constants, warps)
-            return
-        _long_partials(programs[0], buffers, numbers[0], (gradient, *shape, kind.aligned), warps)
-        _long_blocks(programs[1], buffers, numbers[1], (gradient, kind.moment, 1024), 4)
-        _step_long(programs[0], buffers, numbers[0], (parameter, gradient, *shape, kind.aligned, levels.steps), warps)
+        else:
+            _long_partials(programs[0], buffers, numbers[0], (gradient, *shape, kind.aligned), warps)
+            _long_blocks(programs[1], buffers, numbers[1], (gradient, kind.moment, 1024), 4)
+            constants = (parameter, gradient, *shape, kind.aligned, levels.steps)
+            _step_long(programs[0], buffers, numbers[0], constants, warps)
 
 
 class _Launches:

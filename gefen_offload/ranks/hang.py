@@ -1,4 +1,4 @@
-"""Looking at ranks that did not finish, before anything is torn down: state, Python stacks, last collective."""
+"""Looking at ranks that did not finish, before anything is torn down: what the kernel says, and Python stacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class Look:
 
     state: str
     stack: str
-    collective: str
 
 
 def look(processes: Sequence[RankProcess]) -> list[Look]:
@@ -40,7 +39,7 @@ def look(processes: Sequence[RankProcess]) -> list[Look]:
             _send(process.pid, DUMP_SIGNAL)
     _wait_for_stacks([p.boot.file("stack") for p in processes], before)
     return [
-        Look(found, _read(p.boot.file("stack"), start), p.page.read().collective_text())
+        Look(found, _read(p.boot.file("stack"), start))
         for p, found, start in zip(processes, states, before, strict=True)
     ]
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+import unittest
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -242,11 +243,16 @@ class _Answer:
 def _classified(error: BaseException) -> tuple[Kind, str, Failure | None, int | None]:
     """Kind, reason, failure and code of what the action raised."""
     names = tuple(f"{c.__module__}.{c.__qualname__}" for c in type(error).__mro__)
-    if any(name in ("_pytest.outcomes.Skipped", "unittest.case.SkipTest") for name in names):
+    if _is_skip(error):
         return Kind.SKIPPED, _message(error), None, None
     failure = Failure(_short(names[0]), names, _clipped(_message(error)), _clipped(_traceback(error)))
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
     return Kind.RAISED, "", failure, code
+
+
+def _is_skip(error: BaseException) -> bool:
+    outcomes = sys.modules.get("_pytest.outcomes")
+    return isinstance(error, unittest.SkipTest) or (outcomes is not None and isinstance(error, outcomes.Skipped))
 
 
 def _message(error: BaseException) -> str:

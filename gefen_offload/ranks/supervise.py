@@ -13,7 +13,7 @@ from gefen_offload.ranks.outcome import Kind, Outcome
 from gefen_offload.ranks.process import RankProcess
 from gefen_offload.ranks.wire import Handover
 
-GRACE = 0.7  # seconds that the other ranks have, after the first failure, to hand over their own
+GRACE = 0.5  # seconds that the other ranks have, after the first failure, to hand over their own
 TICK = 0.1
 
 
@@ -101,9 +101,9 @@ class Supervisor:
         pending = dict(self._pending)
         kind = Kind.BLOCKED if self._failed_at is not None else Kind.HUNG
         ended = time.monotonic_ns()
+        pages = [process.page.read() for process in pending.values()]  # before the look: its signal may end a wait
         looks = hang.look(list(pending.values())) if pending else []
-        for (rank, process), seen in zip(pending.items(), looks, strict=True):
-            status = process.page.read()
+        for (rank, process), seen, status in zip(pending.items(), looks, pages, strict=True):
             self.outcomes.append(
                 Outcome(
                     rank,
@@ -116,7 +116,7 @@ class Supervisor:
                     fired=status.fired,
                     state=seen.state,
                     stack=seen.stack,
-                    collective=seen.collective,
+                    collective=status.collective_text(),
                     collectives=status.collectives,
                 )
             )

@@ -57,6 +57,7 @@ class StateOffloadMixin:
         offload is not supported; whatever is raised, on whichever rank, nothing has changed. A second call with the
         same policy does nothing.
         """
+        refusals.refuse_compiling()
         if torch.device(device).type != "cpu":
             raise ValueError(f"offload_state_({str(device)!r}): state can be offloaded to 'cpu' only")
         if isinstance(self._offload, Session):

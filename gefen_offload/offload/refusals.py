@@ -43,9 +43,10 @@ class Subject:
 
 
 def check(subject: Subject, accelerator: Accelerator, *, state: bool = True) -> None:
-    """Raise OffloadUnsupportedError for the first row that applies: structure, then moment, then device, then state."""
+    """Raise OffloadUnsupportedError for the first row that applies: structure, then graphs, then device, then state."""
+    refuse_compiling()
     refuse_structure(subject)
-    refuse_moment(subject, accelerator)
+    refuse_graphs(subject, accelerator)
     refuse_devices(subject, accelerator)
     if state:
         refuse_custom_state(subject)
@@ -167,14 +168,18 @@ def _methods(owner: type) -> dict[str, Any]:
 # --- moment and device ----------------------------------------------------------------------------------------------
 
 
-def refuse_moment(subject: Subject, accelerator: Accelerator) -> None:
-    """Compilation, and CUDA graphs."""
+def refuse_compiling() -> None:
+    """Tracing by torch.compile; asked first, since what follows would be traced."""
     if torch.compiler.is_compiling():
         refuse(
             OffloadReason.COMPILING,
             "torch.compile is tracing this call, and streamed copies cannot be traced. Keep step() and the offload "
             "calls outside the compiled function",
         )
+
+
+def refuse_graphs(subject: Subject, accelerator: Accelerator) -> None:
+    """CUDA graphs: counters on the device, a capture in progress."""
     if subject.capturable or any(group.get("capturable") for group in subject.groups):
         refuse(
             OffloadReason.CAPTURABLE,

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from gefen_offload.offload import refusals
@@ -76,10 +75,11 @@ class Session:
 
     def before_step(self, host: Host) -> None:
         """Refuse what has become unsupported since; complete the last write-back. Changes nothing."""
+        refusals.refuse_compiling()
         self.poison.check()
         self.settle()
-        if torch.compiler.is_compiling() or self.accelerator.is_capturing():
-            refusals.refuse_moment(host._subject(), self.accelerator)
+        if self.accelerator.is_capturing():
+            refusals.refuse_graphs(host._subject(), self.accelerator)
         if not self.anchors.hold(host.param_groups, host.state, self.accelerator.is_compute):
             self.scan(host)
         self.steps_begun += 1

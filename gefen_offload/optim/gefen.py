@@ -69,6 +69,7 @@ class Gefen(StateOffloadMixin, Optimizer):
         plain={"name": str, "automatic_period": int, "step": int, "vmean_step": int, "factored_step": int},
     )
 
+    _eager: ClassVar[Callable[..., Any]]  # `_step`, closed to torch.compile
     _moments: ClassVar[tuple[checkpoint.Moment, ...]] = MOMENTS
 
     def __init__(
@@ -132,6 +133,8 @@ class Gefen(StateOffloadMixin, Optimizer):
         one = (period_one_substrings,) if isinstance(period_one_substrings, str) else period_one_substrings
         self._period_one_substrings = tuple(fragment.lower() for fragment in one)
         self._verbose = verbose
+        if not hasattr(Gefen, "_eager"):  # not on import: it loads all of dynamo, as torch's Optimizer does here too
+            Gefen._eager = torch.compiler.disable(Gefen._step, reason=_EAGER)
         self._updaters: dict[torch.device, Updater] = {}
         self._levels = Levels()
         self._global_step: int | Tensor = 0
@@ -158,9 +161,15 @@ class Gefen(StateOffloadMixin, Optimizer):
 
     # --- the step ---
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return what `closure` returns, if there is one."""
+        """Update every parameter that has a gradient; return what `closure` returns, if there is one.
+
+        Inside torch.compile it runs as it is, after a graph break; with `fullgraph=True` torch refuses it.
+        """
+        return Gefen._eager(self, closure)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -471,6 +480,7 @@ class Gefen(StateOffloadMixin, Optimizer):
         self._updaters = {}
 
 
+_EAGER = "Gefen decides on the host what a step is made of; compile the model and the loss, and let step() run outside"
 _PREFIX = "_gefen_name_prefix"  # how the constructor tells add_param_group that the caller gave no groups
 _OWN = (
     "_fused",

@@ -3,7 +3,8 @@
 Per parameter: `name`; and once it has stepped, `automatic_period` p and `step`, `m_codebook` uint8 (n/p, p),
 `m_magnitude` float32 (n/p, 1), and a second moment with its age: `vmean` float32 (n/p, 1) and `vmean_step`, or `v_row`
 (rows,) and `v_col` (cols,), float32, and `factored_step`; both after a change of mode. The header, codebook and step
-count, stands at the top level and again in every group, since torch.distributed.checkpoint drops the top level.
+count, stands at the top level and again in every group, since torch.distributed.checkpoint drops the top level. State
+of sharded parameters is this rank's, and the group then says which shards it is of.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gefen_offload.optim.codebook import LEVELS
+from gefen_offload.optim.shard import is_sharded, shard_tag
 
 METADATA = "_gefen_checkpoint_metadata"
 SHARDS = "_gefen_shards"
@@ -116,6 +118,9 @@ def pack(
             body = {key: value for key, value in body.items() if key not in ("param_names", "param_names_synthesized")}
         body["params"] = list(range(position, position + count))
         body[METADATA] = _metadata(header, group["params"])
+        shards = [shard_tag(p) if is_sharded(p) else None for p in group["params"]]
+        if any(shards):
+            body[SHARDS] = shards
         packed.append(body)
         position += count
     return {
@@ -200,6 +205,7 @@ def _match_groups(groups: Sequence[Mapping[str, Any]], expected: Expected) -> li
             count = "no" if saved is None else len(saved)
             raise ValueError(f"group {index} of the checkpoint has {count} parameters, this optimizer's {len(targets)}")
         _match_names(group, names, index)
+        _match_shards(group, targets, index)
         keys.extend(saved)
     if len(set(keys)) != len(keys):
         raise ValueError("the checkpoint's groups list a parameter twice")
@@ -221,6 +227,29 @@ def _match_names(group: Mapping[str, Any], names: Sequence[str | None], index: i
             f"parameter {position} of group {index} is {theirs!r} in the checkpoint and {ours!r} here: pass the "
             "parameters in the order they were saved in"
         )
+
+
+def _match_shards(group: Mapping[str, Any], targets: Sequence[Target], index: int) -> None:
+    """Refuse shards of another topology or rank: state is cut in blocks of a shard, and cannot be put together again."""
+    saved = group.get(SHARDS) or [None] * len(targets)
+    if len(saved) != len(targets):
+        raise ValueError(f"group {index} of the checkpoint has {len(saved)} {SHARDS} for {len(targets)} parameters")
+    for theirs, target in zip(saved, targets, strict=True):
+        if theirs != target.shard:
+            raise ValueError(
+                f"the checkpoint's state of {target.name} is of {_shard_words(theirs)}, and this rank holds "
+                f"{_shard_words(target.shard)}: sharded state is rank-local, so save and load one file a rank, on the "
+                "same topology"
+            )
+
+
+def _shard_words(shard: Mapping[str, Any] | None) -> str:
+    if shard is None:
+        return "the whole parameter"
+    return (
+        f"the shard {shard.get('local_shape')} of {shard.get('shape')} at {shard.get('coordinate')} of the mesh "
+        f"{shard.get('mesh')}, placed {shard.get('placements')}"
+    )
 
 
 def _bare(name: str) -> str:

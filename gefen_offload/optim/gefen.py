@@ -18,7 +18,7 @@ from gefen_offload.optim.codebook import BINS, block_histogram, requantise_map, 
 from gefen_offload.optim.groups import check_distinct, check_number, check_options, named, split_betas
 from gefen_offload.optim.levels import Levels, Remap
 from gefen_offload.optim.period import find_period
-from gefen_offload.optim.shard import is_sharded, local_of
+from gefen_offload.optim.shard import is_sharded, local_of, shard_tag
 from gefen_offload.optim.update import plain_update
 from gefen_offload.optim.work import PIECE_ELEMENTS, Piece, Scalars, StagedPiece, Work, cut
 
@@ -455,7 +455,7 @@ class Gefen(StateOffloadMixin, Optimizer):
 
     def _targets(self, group: dict[str, Any]) -> list[checkpoint.Target]:
         return [
-            checkpoint.Target(name, local_of(p).shape, p.requires_grad)
+            checkpoint.Target(name, local_of(p).shape, p.requires_grad, shard_tag(p) if is_sharded(p) else None)
             for p, name in zip(group["params"], self._names_of(group), strict=True)
         ]
 

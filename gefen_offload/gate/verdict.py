@@ -77,12 +77,13 @@ def decide(
     findings += judged_files(facts_before, facts_after)
     findings += machine(facts_before, facts_after)
     sessions = {session.tier: session for session in record}
-    for tier in due:
+    refused = not record and worst(findings) is Status.UNFIT
+    for tier in () if refused else due:
         if tier in sessions:
             findings += tier_findings(manifest, sessions[tier], facts_before)
         else:
             findings.append(Finding(Reason.NO_RECORD, tier, detail="the tier was due and no session was run"))
-    if manifest.performance and facts_before.gpus:
+    if manifest.performance and facts_before.gpus and not refused:
         findings += performance.compare(measured(record), baseline)
     return Verdict(
         worst(findings),
@@ -290,7 +291,7 @@ def rows(
     for tier in [*due, *(tier for tier in manifest.lists if tier not in due)]:
         session = sessions.get(tier)
         count = f"{len(manifest.lists[tier])} tests"
-        if tier in due:
+        if tier in due and (session or status(tier) is not Status.PASS):
             table.append(Row("tests", tier, status(tier), session.exit.seconds if session else 0.0, count))
         else:
             table.append(Row("tests", tier, None, 0.0, f"{count}, not run here"))

@@ -44,6 +44,7 @@ def state(pid: int) -> str:
 
 def end(members: Iterable[Member], tokens: Iterable[str], patience: float = 5.0) -> list[int]:
     """Kill the members' process groups and every process that carries a token; the pids that outlived `patience`."""
+    members = list(members)
     recorded = [m for m in members if m.alive]
     needles = list(tokens)
     shared: set[str] = set()
@@ -59,7 +60,7 @@ def end(members: Iterable[Member], tokens: Iterable[str], patience: float = 5.0)
         if not alive or time.monotonic() > limit:
             break
         time.sleep(0.005)
-    _remove_unused(shared)
+    _remove_unused(shared | {path for member in members for path in _named_after(member.pid)})
     return sorted(alive)
 
 
@@ -102,6 +103,11 @@ def _shared_files(pid: int) -> set[str]:
                 if target.startswith(SHARED) and not target.endswith("(deleted)"):
                     found.add(target)
     return found
+
+
+def _named_after(pid: int) -> set[str]:
+    """Files of torch's shared tensors carry their maker's number: who died is no longer seen to map them."""
+    return {str(path) for path in Path(SHARED).glob(f"torch_{pid}_*")}
 
 
 def _remove_unused(paths: set[str]) -> None:

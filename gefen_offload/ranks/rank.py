@@ -7,11 +7,12 @@ name that the status page shows: a rank that fails while it is being set up repo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 import unittest
@@ -29,7 +30,7 @@ from gefen_offload.ranks.wire import Channel, Handover, Join, Leave, Task, pack,
 
 DUMP_SIGNAL = signal.SIGRTMIN + 5  # faulthandler writes every thread's stack, without asking for the GIL
 MESSAGE_LIMIT = 16_000
-_PDEATHSIG = 1
+ORPHAN_PATIENCE = 5.0  # seconds that the reaper has, before a rank without a parent ends itself
 _OURS = os.path.dirname(__file__)
 
 
@@ -58,11 +59,9 @@ def main(boot: Boot, connection: Connection) -> None:
 
 
 def _leave_the_parents_terminal(boot: Boot) -> None:
-    """An own session, output to files, stacks on a signal, and death with the parent."""
+    """An own session, output to files, stacks on a signal, and an end soon after the parent's."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != boot.parent:
-        os._exit(1)
+    threading.Thread(target=_outlive_briefly, args=[boot.parent], name="ranks-parent-watch", daemon=True).start()
     for fd, mode, suffix in ((0, os.O_RDONLY, None), (1, os.O_WRONLY, "out"), (2, os.O_WRONLY, "err")):
         path = os.devnull if suffix is None else str(boot.file(suffix))
         opened = os.open(path, mode | os.O_CREAT | os.O_APPEND, 0o600)
@@ -74,6 +73,22 @@ def _leave_the_parents_terminal(boot: Boot) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_DFL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the pool sets the real number
+
+
+def _outlive_briefly(parent: int) -> None:
+    """End this process some time after its parent. [Note: who kills orphans]
+
+    The reaper does, at once, after it has seen which shared memory they hold; a rank that ended by itself with its
+    parent (as with a parent-death signal) would take that knowledge along. This thread is for the death of both.
+    """
+    try:
+        fd = os.pidfd_open(parent)
+    except OSError:
+        os._exit(1)
+    if os.getppid() == parent:
+        select.select([fd], [], [])
+    time.sleep(ORPHAN_PATIENCE)
+    os._exit(1)
 
 
 class _Rank:
@@ -93,6 +108,8 @@ class _Rank:
         while True:
             self.page.stage(Stage.WAIT)
             message = self.channel.receive()
+            if message is None:
+                time.sleep(2 * ORPHAN_PATIENCE)  # see [Note: who kills orphans]
             if message is None or isinstance(message, Leave):
                 break
             if isinstance(message, Join):
@@ -228,7 +245,8 @@ class _Rank:
         try:
             self.channel.send(Handover(task, outcome))
         except OSError:
-            os._exit(0)  # the parent is gone
+            time.sleep(2 * ORPHAN_PATIENCE)  # the parent is gone; see [Note: who kills orphans]
+            os._exit(1)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Every way a rank can fail or vanish, seen to give the right verdict, rank, cause and time. The broken tests are in
-`broken/`; each suite runs once, in a pytest of its own, and the tests here read what it reported."""
+`suites/`; each suite runs once, in a pytest of its own, and the tests here read what it reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from support.child_pytest import ChildPytest, run_child
 
-BROKEN = Path(__file__).parent / "broken"
+BROKEN = Path(__file__).parent / "suites"
 SLACK = 12.0  # seconds on a busy machine: the sleeps in the broken tests are 60 s, so this still tells
 
 BODY_ENDINGS = {

@@ -1,4 +1,4 @@
-"""Every situation that offload does not support is refused with its code and advice, at activation or at a later step."""
+"""What offload does not support is refused with a code and advice, at activation or at a later step."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ LATER = [
 NOW = [*LATER, (state_of_no_parameter, "custom-state")]
 
 
-def name(value):
+def name_of(value):
     return value if isinstance(value, str) else value.__name__.replace("_", "-")
 
 
@@ -132,7 +132,7 @@ def refused(operation, code):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("trouble", "code"), NOW, ids=name)
+@pytest.mark.parametrize(("trouble", "code"), NOW, ids=name_of)
 def test_activation_refuses(accelerator, training, trouble, code):
     """Activation names the reason and changes nothing: bits, identities, memory."""
     trouble(training, accelerator)
@@ -141,7 +141,7 @@ def test_activation_refuses(accelerator, training, trouble, code):
     witness.check()
 
 
-@pytest.mark.parametrize(("trouble", "code"), LATER, ids=name)
+@pytest.mark.parametrize(("trouble", "code"), LATER, ids=name_of)
 def test_a_later_step_refuses(accelerator, training, trouble, code):
     """What arises while offload is on is refused by the next step, before any change."""
     training.optimizer.offload_state_()
@@ -257,14 +257,14 @@ class Innocent(Gefen):
         return "innocent"
 
 
-@pytest.mark.parametrize("kind", [OwnStep, OwnUpdate], ids=name)
+@pytest.mark.parametrize("kind", [OwnStep, OwnUpdate], ids=name_of)
 def test_an_undeclared_update_is_refused(accelerator, kind):
     """A subclass that overrides the update must declare its state."""
     optimizer = kind([("weight", nn.Parameter(torch.randn(4, 4)))])
     assert "STATE_SCHEMA" in refused(optimizer.offload_state_, "optimizer")
 
 
-@pytest.mark.parametrize("kind", [Declared, Innocent], ids=name)
+@pytest.mark.parametrize("kind", [Declared, Innocent], ids=name_of)
 def test_other_subclasses_are_accepted(accelerator, kind):
     """A declared update, or none, is supported; torch's own wrapper around step is not taken for an override."""
     optimizer = kind([("weight", nn.Parameter(torch.randn(4, 4)))])
@@ -300,7 +300,7 @@ def test_an_added_group_is_refused_and_taken_back(accelerator, training):
 
 
 def test_another_device_or_policy_is_an_error(accelerator, training):
-    """State goes to the CPU only; a second activation with the same policy does nothing, with another one it says so."""
+    """State goes to the CPU only; a second activation does nothing, or says that the policy is another."""
     optimizer = training.optimizer
     with pytest.raises(ValueError, match="'cpu' only"):
         optimizer.offload_state_("cuda")

@@ -232,7 +232,7 @@ class GefenMuon(Gefen):
         for group in self.param_groups:
             for key in group["params"]:
                 if key.grad is not None and key.numel():
-                    graded.append(self._graded(key, group, self.state[key]))
+                    graded.append(self._graded(key, group, self.state.get(key, {})))
         return graded
 
     def _graded(self, key: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Graded:
@@ -256,6 +256,9 @@ class GefenMuon(Gefen):
 
     def _cut(self, works: Sequence[Work]) -> list[Piece]:
         return cut(works, None)
+
+    def _divisible(self, works: Sequence[Work]) -> bool:
+        return False
 
     def _updater_for(self, device: torch.device) -> Callable[[Sequence[StagedPiece], Tensor], None]:
         return muon_update

@@ -11,7 +11,7 @@ from gefen_offload.optim.groups import check_number
 from gefen_offload.optim.newton_schulz import LR_ADJUSTMENTS, check_quintic, check_schedule
 
 MUON_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "sharded_mode")
-LACKING = ("normuon", "cautious", "fp8_ns", "batched_ns", "stochastic_round")  # options of gefen-x that change numbers
+LACKING = ("normuon", "cautious", "fp8_ns", "batched_ns")  # options of gefen-x that change numbers
 
 
 def check_muon_options(options: Mapping[str, Any]) -> None:

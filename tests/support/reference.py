@@ -6,6 +6,7 @@ Nothing here is imported by the package, and nothing here imports the package.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,131 @@ def nearest_index(x: np.float32, levels: Any) -> int:
     return hi if levels[hi] - x < x - levels[lo] else lo
 
 
+# --- one step -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a value may be: float64 arrays, `tolerance` to be added on both sides."""
+
+    expected: Any
+    tolerance: Any
+
+    def admit(self, found: Tensor) -> bool:
+        """Whether every element found is within the bounds."""
+        difference = np.abs(as_float64(found).reshape(self.expected.shape) - self.expected)
+        return bool((difference <= self.tolerance).all())
+
+
+def levels_from_centres(counts: Any) -> Any:
+    """The 256 levels of a histogram with at most 256 filled bins: their centres, the last repeated, the ends fixed."""
+    filled = np.flatnonzero(counts)
+    centres = -1 + (filled + 0.5) * (2 / 4096)
+    levels = np.concatenate([centres, np.full(256 - len(centres), centres[-1])])
+    levels[0], levels[-1] = -1, 1
+    return np.sort(levels).astype(np.float32)
+
+
+def stored_momentum(
+    indices: Tensor, magnitude: Tensor, levels: Tensor, dtype: torch.dtype, narrow: bool = False
+) -> Any:
+    """What indices and magnitudes stand for, (blocks, period); `narrow` has the magnitudes rounded to the dtype too."""
+    scale = magnitude.to(dtype) if narrow else magnitude
+    return as_float64(levels.to(dtype))[indices.numpy()] * as_float64(scale)
+
+
+def averaged(before: Any, gradient: Any, beta1: float, dtype: torch.dtype) -> Bounds:
+    """beta1 m + (1 - beta1) g, to four roundings, in the dtype of the arithmetic, of what goes into it."""
+    expected = beta1 * before + (1 - beta1) * gradient
+    return Bounds(expected, 4 * torch.finfo(dtype).eps * (np.abs(before) + np.abs(gradient)))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of Gefen's arithmetic on the momentum of `dtype`."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def largest(momentum: Bounds) -> Bounds:
+    """Each block's largest magnitude, which is stored in float32."""
+    expected = np.abs(momentum.expected).max(axis=1, keepdims=True)
+    rounding = 4 * np.finfo(np.float32).eps * expected
+    return Bounds(expected, momentum.tolerance.max(axis=1, keepdims=True) + rounding)
+
+
+def index_range(momentum: Bounds, magnitude: Tensor, levels: Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The least and greatest index that the nearest level may have, each element's quotient moved by its tolerance.
+
+    The quotient is of `dtype`, and four units in its last place may lie between it and ours.
+    """
+    scale = as_float64(magnitude)
+    safe = np.where(scale == 0, 1, scale)
+    quotient = np.where(scale == 0, 0, momentum.expected / safe)
+    eps = max(torch.finfo(dtype).eps, np.finfo(np.float32).eps)
+    spread = momentum.tolerance / safe * 2 + 4 * eps * np.abs(quotient)
+    table = as_float64(levels).astype(np.float32)
+    pick = np.vectorize(lambda x: nearest_index(np.float32(x), table), otypes=[int])
+    return pick(quotient - spread), pick(quotient + spread)
+
+
+def moved(indices: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """The indices of the levels `old` as those of the nearest of the levels `new`."""
+    if torch.equal(old, new):
+        return indices
+    table = [nearest_index(x, as_float32(new)) for x in as_float32(old)]
+    return torch.tensor(table, dtype=torch.uint8)[indices.long()]
+
+
+def block_moment(vmean: Tensor, gradient: Any, beta2: float, dtype: torch.dtype) -> Bounds:
+    """beta2 v + (1 - beta2) mean(g^2) for each block; a bfloat16 mean is a bfloat16."""
+    mean = np.square(gradient).mean(axis=1, keepdims=True)
+    relative = 2.0**-6 if dtype is torch.bfloat16 else 1e-6
+    before = beta2 * as_float64(vmean)
+    return Bounds(before + (1 - beta2) * mean, 1e-6 * before + relative * (1 - beta2) * mean + 1e-44)
+
+
+def factored_moment(before: Tensor, gradient: Any, beta2: float, axis: int) -> Bounds:
+    """The row (axis 1) or column (axis 0) average of g^2 of a matrix."""
+    expected = beta2 * as_float64(before) + (1 - beta2) * np.square(gradient).mean(axis=axis)
+    return Bounds(expected, 1e-6 * expected + 1e-44)
+
+
+def block_stepsize(vmean: Tensor, step: int, age: int, beta1: float, beta2: float, eps: float) -> Any:
+    """1/bc1 / (sqrt(v) / sqrt(bc2) + eps)."""
+    root = np.sqrt(as_float64(vmean)) / math.sqrt(1 - beta2**age)
+    return 1 / (1 - beta1**step) / (root + eps)
+
+
+def factored_stepsize(rows: Tensor, cols: Tensor, step: int, age: int, beta1: float, beta2: float, eps: float) -> Any:
+    """1/bc1 / (sqrt(V / bc2) + eps) with V = outer(r, c) / mean(r)."""
+    r, c = as_float64(rows), as_float64(cols)
+    square = np.outer(r, c) / max(r.mean(), float(np.finfo(np.float32).tiny))
+    return 1 / (1 - beta1**step) / (np.sqrt(square / (1 - beta2**age)) + eps)
+
+
+def applied(parameter: Tensor, update: Any, lr: float, decay: float) -> Bounds:
+    """p (1 - lr wd) - lr update, to four units in the last place of the parameter's dtype."""
+    shrunk = as_float64(parameter) * (1 - lr * decay)
+    expected = shrunk - lr * update.reshape(shrunk.shape)
+    eps = torch.finfo(parameter.dtype).eps
+    tolerance = 4 * eps * np.maximum(np.abs(expected), np.abs(shrunk)) + 1e-5 * lr * np.abs(update).reshape(
+        shrunk.shape
+    )
+    return Bounds(expected, tolerance + torch.finfo(parameter.dtype).smallest_normal * eps)
+
+
+def orthogonalised(matrix: Any, steps: list[tuple[float, float, float]], eps: float) -> Any:
+    """Newton-Schulz by singular values, in float64: each goes through a x + b x^3 + c x^5, step by step."""
+    u, s, vh = np.linalg.svd(matrix / max(np.linalg.norm(matrix), eps), full_matrices=False)
+    for a, b, c in steps:
+        s = a * s + b * s**3 + c * s**5
+    return (u * s) @ vh
+
+
 def as_float32(x: Tensor) -> Any:
     """The tensor as a numpy float32 array."""
     return x.detach().to(torch.float32).numpy()
+
+
+def as_float64(x: Tensor) -> Any:
+    """The tensor as a numpy float64 array."""
+    return x.detach().to(torch.float64).numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.zero import STEPS, muon_refusal, offload_refusal, train_and_resume, without_wrapper
+from support.zero import STEPS, refusals, train_and_resume, without_wrapper
 
 STAGES = [pytest.param(stage, id=f"zero{stage}") for stage in (1, 2, 3)]
 
@@ -25,11 +25,13 @@ def check_training(zero_ranks, folder, stage):
         assert again == whole[STEPS // 2 :]
 
 
-def check_refusal(zero_ranks, stage):
-    """The code is `ownership` on every rank, and offload stays off."""
-    for code, message, active in zero_ranks.run(offload_refusal, stage).values:
+def check_refusals(zero_ranks, stage):
+    """Offload is refused with `ownership` and stays off; GefenMuon says that it needs matrices and ZeRO has none."""
+    for code, message, active, muon in zero_ranks.run(refusals, stage).values:
         assert code == "ownership", message
         assert not active
+        assert "2-D" in muon
+        assert "ZeRO" in muon
 
 
 @pytest.mark.gloo2
@@ -48,22 +50,13 @@ def test_trains_and_resumes_on_gpus(zero_ranks, tmp_path, stage):
 
 @pytest.mark.gloo2
 @pytest.mark.parametrize("stage", STAGES)
-def test_offload_is_refused_on_the_cpu(zero_ranks, stage):
+def test_refusals_on_the_cpu(zero_ranks, stage):
     """ZeRO replaces the parameter groups: offload says so before it says that they are on the CPU."""
-    check_refusal(zero_ranks, stage)
+    check_refusals(zero_ranks, stage)
 
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("stage", STAGES)
-def test_offload_is_refused_on_gpus(zero_ranks, stage):
-    """ZeRO replaces the parameter groups: offload says so."""
-    check_refusal(zero_ranks, stage)
-
-
-@pytest.mark.gloo2
-@pytest.mark.parametrize("stage", STAGES)
-def test_muon_refuses_flat_partitions(zero_ranks, stage):
-    """GefenMuon needs matrices; ZeRO's partitions are one-dimensional, and the error says both."""
-    for message in zero_ranks.run(muon_refusal, stage).values:
-        assert "2-D" in message
-        assert "ZeRO" in message
+def test_refusals_on_gpus(zero_ranks, stage):
+    """ZeRO replaces the parameter groups: offload and GefenMuon say so."""
+    check_refusals(zero_ranks, stage)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gefen_offload import Gefen, OffloadUnsupportedError
+from gefen_offload import Gefen, GefenMuon, OffloadUnsupportedError
 from support.corpus import batch
 from support.gpt import GPTShape, build
 
@@ -81,21 +81,21 @@ def train_and_resume(context: Any, stage: int, folder: str) -> tuple[list[float]
     return losses, advance(context, again, half, STEPS)
 
 
-def offload_refusal(context: Any, stage: int) -> tuple[str, str, bool]:
-    """Worker: what activation says inside the engine, and whether it is active afterwards."""
+def refusals(context: Any, stage: int) -> tuple[str, str, bool, str]:
+    """Worker: what activation says inside an engine (code, message, active after it), and what GefenMuon says."""
     running, optimizer = wrapped(context, stage)
     advance(context, running, 0, 1)
     try:
         optimizer.offload_state_()
     except OffloadUnsupportedError as error:
-        return error.reason.value, str(error), optimizer.state_offload_active
-    return "accepted", "", optimizer.state_offload_active
+        code, message = error.reason.value, str(error)
+    else:
+        code, message = "accepted", ""
+    return code, message, optimizer.state_offload_active, muon_refusal(context, stage)
 
 
 def muon_refusal(context: Any, stage: int) -> str:
-    """Worker: what GefenMuon says when ZeRO hands it one-dimensional partitions."""
-    from gefen_offload import GefenMuon
-
+    """What GefenMuon says when ZeRO hands it one-dimensional partitions."""
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)).to(context.device)
     try:
         running = engine(context, stage, GefenMuon(model.named_parameters(), lr=1e-3), model)

@@ -8,12 +8,12 @@ import torch
 from gefen_offload.optim.period import find_period
 from support.first_step import FLOAT_TYPES, drawn_gradient, published_first_step
 
-SHAPES = [(1,), (7,), (8,), (97,), (4096,), (1000,), (64, 64), (128, 33), (3, 5, 7), (2, 101), (17, 64), (2, 2, 9, 5)]
+SHAPES = [(1,), (7,), (8,), (97,), (1024,), (360,), (32, 32), (64, 33), (3, 5, 7), (2, 101), (17, 16), (2, 2, 9, 5)]
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
 def test_periods_are_the_published_ones(dtype: torch.dtype) -> None:
     """Sixty gradients of five characters and twelve shapes get the periods that the published optimizer gives them."""
     gradients = [drawn_gradient(shape, dtype, seed) for seed, shape in enumerate(SHAPES * 5)]
-    periods, _ = published_first_step(gradients)
+    periods = [published_first_step([gradient])[0][0] for gradient in gradients]
     assert [find_period(g.flatten(), g.shape) for g in gradients] == periods

@@ -90,13 +90,12 @@ def counted(optimizer: Gefen) -> dict[str, int]:
 
 def profiled(step: Step) -> list[tuple[str, float, float]]:
     """What one step did on the GPU: name, start and end in milliseconds."""
-    from torch.autograd.profiler_util import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
-    events = [event for event in trace.events() or [] if event.device_type == DeviceType.CUDA]
+    events = [event for event in trace.events() or [] if str(event.device_type).endswith("CUDA")]
     return [(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events]
 
 

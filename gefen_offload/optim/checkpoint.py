@@ -40,9 +40,10 @@ def block_shapes(shape: torch.Size, period: int) -> Shapes:
     return {"vmean": ((shape.numel() // period, 1), torch.float32)}
 
 
-def factor_shapes(shape: torch.Size) -> Shapes:
+def factor_shapes(shape: torch.Size, period: int) -> Shapes:
     """The factored second moment's tensors, for a matrix."""
-    return {"v_row": ((shape[0],), torch.float32), "v_col": ((shape[1],), torch.float32)}
+    rows, cols = shape
+    return {"v_row": ((rows,), torch.float32), "v_col": ((cols,), torch.float32)}
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -70,7 +71,8 @@ class Moment:
     """A second moment that state may hold: the name of its age, and its tensors' shapes for a shape and a period."""
 
     age: str
-    shapes: Callable[[torch.Size, int], Shapes | None]
+    shapes: Callable[[torch.Size, int], Shapes]
+    matrices_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _match_names(group: Mapping[str, Any], names: Sequence[str | None], index: i
 
 
 def _match_shards(group: Mapping[str, Any], targets: Sequence[Target], index: int) -> None:
-    """Refuse shards of another topology or rank: state is cut in blocks of a shard, and cannot be put together again."""
+    """Refuse shards of another topology or rank: state in blocks of a shard cannot be put together again."""
     saved = group.get(SHARDS) or [None] * len(targets)
     if len(saved) != len(targets):
         raise ValueError(f"group {index} of the checkpoint has {len(saved)} {SHARDS} for {len(targets)} parameters")
@@ -344,14 +346,13 @@ def _read_entries(state: Any, target: Target, expected: Expected) -> Entries:
     if expected.moments and not moments:
         raise ValueError(f"the {where} has no second moment: none of {[moment.age for moment in expected.moments]}")
     for moment in moments:
-        shapes = moment.shapes(target.shape, period)
-        if shapes is None:
+        if moment.matrices_only and len(target.shape) != 2:
             raise ValueError(f"the {where} has {moment.age!r}, but the shape {tuple(target.shape)} is not a matrix")
         counters[moment.age] = _counter(body.pop(moment.age), f"{where}: {moment.age}")
         if counters[moment.age] > counters["step"]:
             ages = f"{counters[moment.age]}, older than its step, {counters['step']}"
             raise ValueError(f"{where}: {moment.age} is {ages}")
-        tensors |= _take_tensors(body, shapes, where)
+        tensors |= _take_tensors(body, moment.shapes(target.shape, period), where)
     if body:
         raise ValueError(f"the {where} has an unknown entry {min(map(str, body))!r}")
     return Entries({"name": target.name, "automatic_period": period}, counters, tensors)

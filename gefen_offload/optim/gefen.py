@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gefen_offload.offload.mixin import StateOffloadMixin
 from gefen_offload.offload.schema import Cut, StateSchema, TensorEntry
 from gefen_offload.optim import checkpoint
 from gefen_offload.optim import fused as kernels
-from gefen_offload.optim.codebook import BINS, block_histogram, requantise_map, solve_codebook
-from gefen_offload.optim.groups import check_distinct, check_number, check_options, named, split_betas
+from gefen_offload.optim.checkpointed import Checkpointed
+from gefen_offload.optim.codebook import requantise_map
+from gefen_offload.optim.groups import (
+    NAME_PREFIX,
+    as_groups,
+    check_distinct,
+    check_number,
+    check_options,
+    named,
+    require_kernels,
+    split_betas,
+)
+from gefen_offload.optim.learning import Learning, PeriodRule, refuse_orphans
 from gefen_offload.optim.levels import Levels, Remap
-from gefen_offload.optim.period import find_period
-from gefen_offload.optim.shard import is_sharded, local_of, shard_tag
+from gefen_offload.optim.shard import is_sharded, local_of
 from gefen_offload.optim.update import plain_update
 from gefen_offload.optim.work import PIECE_ELEMENTS, Piece, Scalars, StagedPiece, Work, cut
 
-Updater = Callable[[Sequence[StagedPiece], Tensor], None]
+__all__ = ["Gefen", "Graded", "as_groups"]
 
-MOMENTS = (
-    checkpoint.Moment("vmean_step", checkpoint.block_shapes),
-    checkpoint.Moment(
-        "factored_step", lambda shape, period: checkpoint.factor_shapes(shape) if len(shape) == 2 else None
-    ),
-)
+Updater = Callable[[Sequence[StagedPiece], Tensor], None]
 
 
 class Graded(NamedTuple):
@@ -44,7 +46,7 @@ class Graded(NamedTuple):
     factored: bool
 
 
-class Gefen(StateOffloadMixin, Optimizer):
+class Gefen(Checkpointed):
     """AdamW with 8-bit momentum in a learnt codebook and a second moment shared by blocks, or by rows and columns.
 
     `params` are tensors, (name, tensor) pairs, or group dicts, of float16, bfloat16, float32 or float64, in any shape.
@@ -70,7 +72,20 @@ class Gefen(StateOffloadMixin, Optimizer):
     )
 
     _eager: ClassVar[Callable[..., Any]]  # `_step`, closed to torch.compile
-    _moments: ClassVar[tuple[checkpoint.Moment, ...]] = MOMENTS
+    OWN = (
+        "_fused",
+        "_factored_v_2d",
+        "_refresh_every",
+        "_capturable",
+        "_period_rule",
+        "_verbose",
+        "_levels",
+        "_global_step",
+    )
+    _moments: ClassVar[tuple[checkpoint.Moment, ...]] = (
+        checkpoint.Moment("vmean_step", checkpoint.block_shapes),
+        checkpoint.Moment("factored_step", checkpoint.factor_shapes, matrices_only=True),
+    )
 
     def __init__(
         self,
@@ -129,15 +144,18 @@ class Gefen(StateOffloadMixin, Optimizer):
         self._factored_v_2d = factored_v_2d
         self._refresh_every = codebook_refresh_every
         self._capturable = capturable
-        self._force_1d_period_one = force_1d_period_one
         one = (period_one_substrings,) if isinstance(period_one_substrings, str) else period_one_substrings
-        self._period_one_substrings = tuple(fragment.lower() for fragment in one)
+        self._period_rule = PeriodRule(force_1d_period_one, tuple(fragment.lower() for fragment in one))
         self._verbose = verbose
         if not hasattr(Gefen, "_eager"):  # not on import: it loads all of dynamo, as torch's Optimizer does here too
-            Gefen._eager = torch.compiler.disable(Gefen._step, reason=_EAGER)
-        self._updaters: dict[torch.device, Updater] = {}
+            Gefen._eager = torch.compiler.disable(Gefen._step, reason=_EAGER)  # type: ignore[no-untyped-call]
         self._levels = Levels()
-        self._global_step: int | Tensor = 0
+        self._global_step = 0
+        self._set_up_kernels()
+
+    def _set_up_kernels(self) -> None:
+        self._updaters: dict[torch.device, Updater] = {}
+        self._learning = Learning()
 
     # --- groups ---
 
@@ -146,17 +164,16 @@ class Gefen(StateOffloadMixin, Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group is a dict, not a {type(param_group).__name__}")
         group = split_betas(param_group)
-        prefix = group.pop(_PREFIX, f"group_{len(self.param_groups)}_")
+        prefix = group.pop(NAME_PREFIX, f"group_{len(self.param_groups)}_")
         tensors, names, made_up = named(group["params"], prefix)
         check_distinct(list(zip(names, tensors, strict=True)), (p for g in self.param_groups for p in g["params"]))
         self._check_group({**self.defaults, **group})
         if self._fused:
-            _require_kernels(zip(names, tensors, strict=True))
+            require_kernels(zip(names, tensors, strict=True))
         super().add_param_group({**group, "params": tensors, "param_names": names, "param_names_synthesized": made_up})
         self._note_group_added(self.param_groups[-1])
 
     def _check_group(self, options: dict[str, Any]) -> None:
-        """Raise where a group's options, defaults filled in, are missing or out of range."""
         check_options(options)
 
     # --- the step ---
@@ -192,17 +209,6 @@ class Gefen(StateOffloadMixin, Optimizer):
                 if key.grad is not None and key.numel():
                     graded.append(self._graded(key, group, self.state.get(key, {})))
         return [item for item in graded if item.gradient.numel()]
-
-    def _names_of(self, group: dict[str, Any]) -> list[str]:
-        """The names of a group's parameters; made up where a wrapper has replaced the parameters."""
-        names: list[str] = group.get("param_names", [])
-        if len(names) == len(group["params"]):
-            return names
-        index = next(i for i, other in enumerate(self.param_groups) if other is group)
-        return [f"group_{index}_param_{position}" for position in range(len(group["params"]))]
-
-    def _name_of(self, key: Tensor, group: dict[str, Any]) -> str:
-        return next(name for name, p in zip(self._names_of(group), group["params"], strict=True) if p is key)
 
     def _graded(self, key: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Graded:
         gradient = key.grad
@@ -338,10 +344,9 @@ class Gefen(StateOffloadMixin, Optimizer):
         return torch.zeros((), dtype=torch.float32, device=device) if self._capturable else 0
 
     def _period_of(self, item: Graded) -> int:
-        name = item.name.lower()
-        one = self._force_1d_period_one and item.parameter.dim() == 1
-        one = one or any(fragment in name for fragment in self._period_one_substrings)
-        return find_period(item.gradient, item.parameter.shape, force_one=one)
+        shape = item.parameter.shape
+        one = self._period_rule.forces_one(item.name, len(shape))
+        return self._learning.period(item.gradient, shape, force_one=one)
 
     def _missing(self, item: Graded, periods: dict[Tensor, int]) -> checkpoint.Shapes:
         """The state tensors, shapes and dtypes, that this parameter steps with and does not have."""
@@ -351,8 +356,8 @@ class Gefen(StateOffloadMixin, Optimizer):
 
     def _state_shapes(self, shape: torch.Size, period: int, factored: bool) -> checkpoint.Shapes:
         """The shapes and dtypes of the state tensors of a parameter of this shape and period."""
-        momentum = checkpoint.momentum_shapes(shape, period)
-        return momentum | (checkpoint.factor_shapes(shape) if factored else checkpoint.block_shapes(shape, period))
+        second = (checkpoint.factor_shapes if factored else checkpoint.block_shapes)(shape, period)
+        return checkpoint.momentum_shapes(shape, period) | second
 
     def _refresh_due(self) -> bool:
         return bool(self._refresh_every and self._global_step and self._global_step % self._refresh_every == 0)
@@ -362,16 +367,12 @@ class Gefen(StateOffloadMixin, Optimizer):
         if self._levels.learnt and not self._refresh_due():
             return None
         if self._levels.tensor is None:
-            _refuse_orphans(self.state.values())
-        counts = torch.zeros(BINS, dtype=torch.int64)
-        for item in graded:
-            counts += self._histogram(item, periods.get(item.key) or item.state["automatic_period"]).cpu()
-        tensor = solve_codebook(counts)
-        self._say(f"codebook learnt from {int(counts.sum())} elements")
-        return Levels(tensor.to(self.param_groups[0]["params"][0].device))
-
-    def _histogram(self, item: Graded, period: int) -> Tensor:
-        return block_histogram(item.gradient, period)
+            refuse_orphans(self.state.values())
+        tensor = self._learning.codebook(
+            [(item.gradient, periods.get(item.key) or item.state["automatic_period"]) for item in graded]
+        )
+        self._say(f"codebook learnt from {sum(item.gradient.numel() for item in graded)} elements")
+        return Levels(tensor.to(graded[0].parameter.device))
 
     def _remap_to(self, levels: Levels) -> Callable[[], None] | None:
         """What re-quantises every stored index from the present codebook to `levels`, with nothing left to allocate."""
@@ -381,145 +382,16 @@ class Gefen(StateOffloadMixin, Optimizer):
         table = requantise_map(self._levels.tensor, levels.tensor)
         return Remap(table, [state["m_codebook"] for state in self.state.values() if "m_codebook" in state])
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_up_kernels()
+
     def _say(self, sentence: str) -> None:
         if self._verbose:
             print(f"{type(self).__name__}: {sentence}")
 
-    # --- checkpoints and copies ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, packed as torch packs it: positions for parameters, tensors and plain values only.
-
-        Resident, its tensors are the live ones; offloaded, copies. Warns where a parameter's state is not finite.
-        """
-        self._guard_read()
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        packed = checkpoint.pack(self.param_groups, self._packed_states(), self._header())
-        if self.state_offload_active:
-            packed = checkpoint.cloned(packed)
-        checkpoint.warn_if_not_finite(packed["state"].values())
-        for after in self._optimizer_state_dict_post_hooks.values():
-            packed = after(self, packed) or packed
-        return packed
-
-    def _packed_states(self) -> dict[int, dict[str, Any]]:
-        """Each parameter's state by its position; one that has not stepped has its name."""
-        owned = [
-            (p, name)
-            for group in self.param_groups
-            for p, name in zip(group["params"], self._names_of(group), strict=True)
-        ]
-        return {position: dict(self.state.get(p) or {"name": name}) for position, (p, name) in enumerate(owned)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer or of gefen-x 0.5.0.
-
-        Everything is checked and copied before the live state is replaced, in one go: an entry that is missing,
-        unknown, or of the wrong type, dtype, shape or range raises a ValueError that names it and changes nothing.
-        """
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
-        loaded = checkpoint.read(state_dict, self._expected())
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        placed = self._place_state(
-            [(p, entries.tensors) for p, entries in zip(parameters, loaded.entries, strict=True)]
-        )
-        states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        for p, entries, tensors in zip(parameters, loaded.entries, placed, strict=True):
-            if entries.tensors:
-                states[p] = {**entries.plain, **self._counters_on(p.device, entries.counters), **tensors}
-        groups = [
-            {**saved, "params": group["params"]} for saved, group in zip(loaded.groups, self.param_groups, strict=True)
-        ]
-        codebook = loaded.header.codebook
-        levels = Levels(None if codebook is None else codebook.to(parameters[0].device, copy=True))
-        global_step = self._counters_on(parameters[0].device, {"step": loaded.header.global_step})["step"]
-        self.__dict__.update(state=states, param_groups=groups, _levels=levels, _global_step=global_step)
-        self._committed_load()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
-
-    def _header(self) -> checkpoint.Header:
-        return checkpoint.Header(self._levels.tensor, int(self._global_step))
-
-    def _expected(self) -> checkpoint.Expected:
-        """What a checkpoint must hold to be loaded here."""
-        return checkpoint.Expected(
-            optimizer=type(self).__name__,
-            groups=[self._targets(group) for group in self.param_groups],
-            names=[_own_names(group) for group in self.param_groups],
-            moments=self._moments,
-            check_group=self._check_group,
-        )
-
-    def _targets(self, group: dict[str, Any]) -> list[checkpoint.Target]:
-        return [
-            checkpoint.Target(name, local_of(p).shape, p.requires_grad, shard_tag(p) if is_sharded(p) else None)
-            for p, name in zip(group["params"], self._names_of(group), strict=True)
-        ]
-
-    def _counters_on(self, device: torch.device, counters: dict[str, int]) -> dict[str, int | Tensor]:
-        """The counters as this optimizer holds them: ints, or 0-d tensors under `capturable`."""
-        if not self._capturable:
-            return dict(counters)
-        return {name: torch.tensor(float(count), device=device) for name, count in counters.items()}
-
-    def _shared_tensors(self) -> dict[str, Tensor]:
-        return {} if self._levels.tensor is None else {"codebook": self._levels.tensor}
-
-    def _set_shared_tensors(self, tensors: dict[str, Tensor]) -> None:
-        self._levels = Levels(tensors.get("codebook"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What `copy.deepcopy` and `pickle` carry; torch's own would forget everything but state and groups."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._updaters = {}
-
 
 _EAGER = "Gefen decides on the host what a step is made of; compile the model and the loss, and let step() run outside"
-_PREFIX = "_gefen_name_prefix"  # how the constructor tells add_param_group that the caller gave no groups
-_OWN = (
-    "_fused",
-    "_factored_v_2d",
-    "_refresh_every",
-    "_capturable",
-    "_force_1d_period_one",
-    "_period_one_substrings",
-    "_verbose",
-    "_levels",
-    "_global_step",
-)
-
-
-def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """The groups that the constructor was given; a plain list of parameters is one group without a number."""
-    if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of tensors, (name, tensor) pairs or dicts, not a single tensor")
-    items = params if isinstance(params, (set, frozenset)) else list(params)
-    if len(items) == 0:
-        raise ValueError("the optimizer got an empty parameter list")
-    if isinstance(items, list) and isinstance(items[0], dict):
-        return items
-    return [{"params": items, _PREFIX: ""}]
-
-
-def _own_names(group: dict[str, Any]) -> list[str | None]:
-    """The names that the caller gave; None for made-up ones, and throughout where a wrapper replaced the parameters."""
-    names, made_up = group["param_names"], group["param_names_synthesized"]
-    if len(names) != len(group["params"]):
-        return [None] * len(group["params"])
-    return [None if synthetic else name for name, synthetic in zip(names, made_up, strict=True)]
-
-
-def _require_kernels(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    for name, tensor in parameters:
-        reason = kernels.why_not(tensor.device, tensor.dtype)
-        if reason is not None:
-            raise ValueError(f"fused=True, but the fused kernels cannot step {name}: {reason}; leave fused at None")
 
 
 def _precise(count: int | Tensor) -> int | Tensor:
@@ -542,13 +414,3 @@ def _refuse_capture(graded: Sequence[Graded]) -> None:
             f"{graded[0].name} steps for the first time during a CUDA graph capture: periods and codebook are found on "
             "the host; take one eager step with every gradient before capturing"
         )
-
-
-def _refuse_orphans(states: Iterable[dict[str, Any]]) -> None:
-    for state in states:
-        if "m_codebook" in state:
-            raise RuntimeError(
-                f"{state.get('name')} has indices but the optimizer has no codebook: its state was set without "
-                "load_state_dict(). Under ZeroRedundancyOptimizer save and load each rank's own optimizer: "
-                "`zero.optim.state_dict()` and `zero.optim.load_state_dict()`"
-            )

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gefen_offload.optim import fused
+
+NAME_PREFIX = "_gefen_name_prefix"  # how the constructor tells add_param_group that the caller gave no groups
 GROUP_OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
 
@@ -96,3 +99,32 @@ def check_distinct(new: Sequence[tuple[str, Tensor]], old: Iterable[Tensor]) -> 
                 "position; pass a tied parameter once"
             )
         seen[id(tensor)] = f"this group as {name}"
+
+
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """The groups that the constructor was given; a plain list of parameters is one group without a number."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be an iterable of tensors, (name, tensor) pairs or dicts, not a single tensor")
+    items = params if isinstance(params, (set, frozenset)) else list(params)
+    if len(items) == 0:
+        raise ValueError("the optimizer got an empty parameter list")
+    if isinstance(items, list) and isinstance(items[0], dict):
+        return items
+    return [{"params": items, NAME_PREFIX: ""}]
+
+
+def own_names(group: dict[str, Any]) -> list[str | None]:
+    """The names that the caller gave; None for made-up ones, and throughout where a wrapper replaced the parameters."""
+    names = group.get("param_names", [])
+    made_up = group.get("param_names_synthesized", [True] * len(names))
+    if len(names) != len(group["params"]):
+        return [None] * len(group["params"])
+    return [None if synthetic else name for name, synthetic in zip(names, made_up, strict=True)]
+
+
+def require_kernels(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise, for `fused=True`, where the fused kernels cannot step one of these (name, tensor) pairs."""
+    for name, tensor in parameters:
+        reason = fused.why_not(tensor.device, tensor.dtype)
+        if reason is not None:
+            raise ValueError(f"fused=True, but the fused kernels cannot step {name}: {reason}; leave fused at None")

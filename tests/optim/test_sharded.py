@@ -177,7 +177,7 @@ def train_zero(context):
 
 @pytest.mark.gloo2
 def test_zero_redundancy_trains_and_resumes(ranks):
-    """Replicas stay equal, the final loss is within 1% of one process's, and each rank's own state resumes to the bit."""
+    """Replicas stay equal, the final loss is within 1% of one process's, each rank's own state resumes to the bit."""
     values = ranks.run(train_zero).values
     assert values[0]["digest"] == values[1]["digest"]
     assert values[0]["losses"][-1] == pytest.approx(alone()[-1], rel=0.01)

@@ -148,6 +148,14 @@ class StateOffloadMixin:
         else:
             held.check()
 
+    def _refuse_tracing(self) -> None:
+        """First in a `step()` whose body torch.compile leaves alone: refuse to be called from traced code.
+
+        Costs one attribute read where offload is off.
+        """
+        if self._offload is not None:
+            refusals.refuse_compiling()
+
     def _run_update(self, pieces: Sequence[Piece], update: Update, *, divisible: bool = False) -> None:
         """Hand `update` every piece with its state tensors beside the parameter; they are written back afterwards.
 

@@ -215,16 +215,31 @@ def test_capturable_is_refused(accelerator):
     refused(optimizer.offload_state_, "capturable")
 
 
+class Guarded(Gefen):
+    """An optimizer whose step asks first whether it is traced."""
+
+    STATE_SCHEMA = Gefen.STATE_SCHEMA
+
+    def step(self, closure=None):
+        self._refuse_tracing()
+        return super().step(closure)
+
+
 @pytest.mark.parametrize("active", [False, True], ids=["activation", "step"])
 @pytest.mark.filterwarnings("ignore")
-def test_compilation_is_refused(training, active):
-    """Inside torch.compile neither activation nor an offloaded step is traced."""
-    optimizer = training.optimizer
+def test_compilation_is_refused(accelerator, active):
+    """Inside torch.compile neither activation nor an offloaded step runs."""
+    parameter = nn.Parameter(torch.randn(4, 4))
+    optimizer = Guarded([("weight", parameter)])
+    parameter.grad = torch.randn(4, 4)
+    optimizer.step()
     if active:
         optimizer.offload_state_()
+    witness = Witness(optimizer, accelerator)
     operation = optimizer.step if active else optimizer.offload_state_
     refused(torch.compile(lambda: operation(), backend="eager"), "compiling")
-    assert optimizer.state_offload_active is active
+    witness.check()
+    operation()
 
 
 class OwnStep(Gefen):

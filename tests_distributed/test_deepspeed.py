@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.zero import STEPS, refusals, train_and_resume, without_wrapper
+from support.zero import STEPS, TAIL, refusals, train_and_resume, without_wrapper
 
 STAGES = [pytest.param(stage, id=f"zero{stage}") for stage in (1, 2, 3)]
 
@@ -15,13 +15,18 @@ def zero_ranks(ranks):
     return ranks.options(fresh=True, timeout=240)
 
 
+def final(losses):
+    """The mean of the last losses: one batch's loss differs more from the next than the optimizers do."""
+    return sum(losses[-TAIL:]) / TAIL
+
+
 def check_training(zero_ranks, folder, stage):
-    """The last loss is within 1% of the run without ZeRO, and the resumed half repeats the first to the bit."""
+    """The final loss is within 1% of the run without ZeRO, and the resumed half repeats the first to the bit."""
     plain = zero_ranks.run(without_wrapper).values
     for alone, (whole, again) in zip(plain, zero_ranks.run(train_and_resume, stage, folder).values, strict=True):
         assert len(whole) == STEPS
-        assert whole[-1] == pytest.approx(alone[-1], rel=0.01)
-        assert whole[-1] < whole[0] - 0.5
+        assert final(whole) == pytest.approx(final(alone), rel=0.01)
+        assert final(whole) < whole[0] - 2.0
         assert again == whole[STEPS // 2 :]
 
 

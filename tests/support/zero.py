@@ -13,7 +13,8 @@ from support.corpus import batch
 from support.gpt import GPTShape, build
 
 SHAPE = GPTShape(width=64, layers=2)
-STEPS = 12
+STEPS = 120
+TAIL = 20  # a final loss is the mean of this many
 
 
 def engine(context: Any, stage: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
@@ -35,7 +36,7 @@ def engine(context: Any, stage: int, optimizer: torch.optim.Optimizer, model: nn
 def wrapped(context: Any, stage: int) -> tuple[Any, Gefen]:
     """The engine and the Gefen inside it."""
     model = build(SHAPE, seed=3, device=context.device)
-    optimizer = Gefen(model.parameters(), lr=2e-3)
+    optimizer = Gefen(model.parameters(), lr=1e-3)
     return engine(context, stage, optimizer, model), optimizer
 
 
@@ -58,7 +59,7 @@ def advance(context: Any, running: Any, first: int, last: int) -> list[float]:
 def without_wrapper(context: Any) -> list[float]:
     """Worker: the same training under DDP alone, with the block second moment that ZeRO's flat partitions imply."""
     model = nn.parallel.DistributedDataParallel(build(SHAPE, seed=3, device=context.device))
-    optimizer = Gefen(model.parameters(), lr=2e-3, factored_v_2d=False)
+    optimizer = Gefen(model.parameters(), lr=1e-3, factored_v_2d=False)
     losses = []
     for step in range(STEPS):
         loss = model(*inputs(context, step))

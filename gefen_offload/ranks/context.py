@@ -27,15 +27,16 @@ class RankContext:
     backend: str | None
     tmp_path: Path
     device_uuid: str = "cpu"
+    gpu: int = 0  # of this machine's visible ones
     _page: StatusPage | None = field(default=None, repr=False, compare=False)
     _faults: FaultPlan | None = field(default=None, repr=False, compare=False)
 
     @property
     def device(self) -> torch.device:
-        """`cuda:rank` on NCCL, else the CPU."""
+        """On NCCL the rank's GPU, `cuda:rank` unless ranks are spread over machines; else the CPU."""
         import torch
 
-        return torch.device("cuda", self.rank) if self.backend == "nccl" else torch.device("cpu")
+        return torch.device("cuda", self.gpu) if self.backend == "nccl" else torch.device("cpu")
 
     def mark(self, name: str) -> None:
         """Say where the body is: shown in hang reports, counted as progress, and a place where faults fire."""

@@ -40,7 +40,10 @@ class RankGroup:
             wrong = [str(fault) for fault in changes["faults"] if not 0 <= fault.rank < self.world]
             if wrong:
                 raise ValueError(f"{'; '.join(wrong)}: the ranks are 0 to {self.world - 1}")
-        return type(self)(self.world, replace(self._options, **changes), self._host, self.gpus)
+        return self._with(replace(self._options, **changes))
+
+    def _with(self, options: Options) -> RankGroup:
+        return RankGroup(self.world, options, self._host, self.gpus)
 
     def run(self, worker: Callable[..., Any], *args: Any, **kwargs: Any) -> Result:
         """Call `worker(context, *args, **kwargs)` on every rank.

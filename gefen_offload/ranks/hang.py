@@ -26,6 +26,7 @@ class Look:
 
     state: str
     stack: str
+    flight: str
 
 
 def look(processes: Sequence[RankProcess]) -> list[Look]:
@@ -37,9 +38,10 @@ def look(processes: Sequence[RankProcess]) -> list[Look]:
             _send(process.pid, signal.SIGCONT)
         if _handles(process.pid, DUMP_SIGNAL):
             _send(process.pid, DUMP_SIGNAL)
+        _ask(process.boot.file("ask"))
     _wait_for_stacks([p.boot.file("stack") for p in processes], before)
     return [
-        Look(found, _read(p.boot.file("stack"), start))
+        Look(found, _read(p.boot.file("stack"), start), _read(p.boot.file("flight"), 0))
         for p, found, start in zip(processes, states, before, strict=True)
     ]
 
@@ -54,6 +56,14 @@ def _wait_for_stacks(files: Sequence[Path], before: Sequence[int]) -> None:
         if now == sizes and all(n > b for n, b in zip(now, before, strict=True)):
             return
         sizes = now
+
+
+def _ask(pipe: Path) -> None:
+    """Have the rank's watching thread write the flight recorder; it cannot while the GIL is held."""
+    with contextlib.suppress(OSError):
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(fd, b"?")
+        os.close(fd)
 
 
 def _handles(pid: int, number: int) -> bool:

@@ -6,8 +6,9 @@ anyway; the harness, and torch, are imported when a test first asks for ranks.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,12 +17,19 @@ import pytest
 from gefen_offload.ranks.tier import TIERS, Tier
 
 if TYPE_CHECKING:
+    from gefen_offload.ranks.attach import Attached, Launch
     from gefen_offload.ranks.group import RankGroup
     from gefen_offload.ranks.inventory import Inventory
-    from gefen_offload.ranks.run import Host
+    from gefen_offload.ranks.run import Host, Options
 
-_inventory_key = pytest.StashKey["Inventory"]()
-_host_key = pytest.StashKey["Host"]()
+_inventory_key: pytest.StashKey[Inventory] = pytest.StashKey()
+_host_key: pytest.StashKey[Host] = pytest.StashKey()
+_troubles_key: pytest.StashKey[list[str]] = pytest.StashKey()
+_launch_key: pytest.StashKey[Launch | None] = pytest.StashKey()
+_attached_key: pytest.StashKey[Attached] = pytest.StashKey()
+
+
+_LAUNCHERS = {"WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}  # see attach.LAUNCHERS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--ranks-leaks", choices=("warn", "error"), default="warn", help="what a thread, file or group left behind is")
     add("--ranks-no-spare", action="store_true", help="keep no spare imported ranks after a failure")
     add("--ranks-lease-timeout", type=float, default=600.0, metavar="S", help="how long to wait for GPUs in use")
+    add("--ranks-no-attach", action="store_true", help="spawn ranks also under torchrun, SLURM or MPI")
     add("--ranks-artifacts", default=None, metavar="DIR", help="where failing tests leave a folder (default: .ranks)")
 
 
@@ -42,6 +51,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """The markers."""
     for tier in TIERS.values():
         config.addinivalue_line("markers", f"{tier.name}: {tier.summary}")
+    config.stash[_launch_key] = _launched(config)
+
+
+def _launched(config: pytest.Config) -> Launch | None:
+    """The launcher's ranks, if there are any and they are to be used; looked for without importing anything heavy."""
+    if config.getoption("--ranks-no-attach") or not _LAUNCHERS & os.environ.keys():
+        return None
+    from gefen_offload.ranks.attach import launched
+
+    return launched()
 
 
 def tier_of(item: pytest.Item) -> Tier | None:
@@ -55,12 +74,16 @@ def tier_of(item: pytest.Item) -> Tier | None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip, or refuse to skip, a test whose GPUs are not there."""
     tier = tier_of(item)
+    launch = item.config.stash.get(_launch_key, None)
+    if tier is not None and launch is not None and tier.world != launch.world:
+        pytest.skip(f"needs {tier.world} ranks, the launcher started {launch.world}")
     if tier is None or not tier.gpus:
         return
     found = _inventory(item.config)
-    if len(found.gpus) >= tier.gpus:
+    needed = launch.local + 1 if launch else tier.gpus
+    if len(found.gpus) >= needed:
         return
-    why = f"needs {tier.gpus} GPU(s), found {len(found.gpus)}" + (f" ({found.problem})" if found.problem else "")
+    why = f"needs {needed} GPU(s), found {len(found.gpus)}" + (f" ({found.problem})" if found.problem else "")
     required = item.config.getoption("--require-gpus")
     if tier.gpus <= required:
         pytest.fail(f"{why}, and --require-gpus {required} was given", pytrace=False)
@@ -73,6 +96,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     tier = tier_of(request.node)
     if tier is None:
         pytest.fail(f"the fixture `ranks` needs a tier marker: one of {', '.join(TIERS)}", pytrace=False)
+    if _attached_key in request.config.stash:
+        yield from _attached_ranks(request.node, tier)
+        return
     host = _host(request.node)
     try:
         yield _group(request.node, tier, host)
@@ -80,34 +106,52 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         _finish(request.node, host)
 
 
+def _attached_ranks(item: pytest.Item, tier: Tier) -> Iterator[RankGroup]:
+    """The same on a launcher's ranks, of which this process is one."""
+    from gefen_offload.ranks.attach import AttachedGroup
+    from gefen_offload.ranks.run import Host
+
+    attached = item.config.stash[_attached_key]
+    host = Host(item.nodeid, _skip)
+    yield AttachedGroup(attached, _options(item, tier), host, tier.gpus)
+    item.user_properties.extend(("ranks", proof) for proof in host.proofs)
+    if attached.over:
+        item.session.shouldstop = "a rank is stuck, and a launcher's ranks cannot be replaced"
+
+
+def _skip(reason: str) -> NoReturn:
+    pytest.skip(reason)
+
+
 def _host(item: pytest.Item) -> Host:
     from gefen_offload.ranks.harness import harness
     from gefen_offload.ranks.run import Host
 
-    def skip(reason: str) -> NoReturn:
-        pytest.skip(reason)
-
     run = harness()
     run.spare = not item.config.getoption("--ranks-no-spare")
     run.lease_patience = item.config.getoption("--ranks-lease-timeout")
-    item.stash[_host_key] = Host(item.nodeid, skip)
+    item.stash[_host_key] = Host(item.nodeid, _skip)
     return item.stash[_host_key]
 
 
 def _group(item: pytest.Item, tier: Tier, host: Host) -> RankGroup:
     from gefen_offload.ranks.group import RankGroup
+
+    return RankGroup(tier.world, _options(item, tier), host, tier.gpus)
+
+
+def _options(item: pytest.Item, tier: Tier) -> Options:
     from gefen_offload.ranks.run import Options
 
     config = item.config
     simulated = tier.gpus > 0 and _inventory(config).simulated
-    options = Options(
+    return Options(
         timeout=_within_pytest_timeout(item, config.getoption("--ranks-timeout")),
         stall=config.getoption("--ranks-stall"),
         fresh=config.getoption("--ranks-fresh"),
         backend="gloo" if simulated else tier.backend,
         verbosity=max(0, config.get_verbosity()),
     )
-    return RankGroup(tier.world, options, host, tier.gpus)
 
 
 def _finish(item: pytest.Item, host: Host) -> None:
@@ -144,6 +188,51 @@ def pytest_runtest_makereport(
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under a launcher only tests on ranks run: every process would run the others once more."""
+    if config.stash.get(_launch_key, None) is not None:
+        others = [item for item in items if tier_of(item) is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if tier_of(item) is not None]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Under a launcher: join the others, and go on only if all have collected the same."""
+    launch = session.config.stash.get(_launch_key, None)
+    if launch is None or not session.items or session.config.getoption("collectonly"):
+        return
+    from gefen_offload.ranks.attach import Attached
+
+    attached = session.config.stash[_attached_key] = Attached(launch, _said_by(session.config))
+    difference = attached.agree_on([item.nodeid for item in session.items])
+    if difference is not None:
+        attached.meet("disagreed", 10)
+        pytest.exit(f"the ranks collected different tests: {difference}", pytest.ExitCode.USAGE_ERROR)
+
+
+def _said_by(config: pytest.Config) -> Callable[[str], None]:
+    """How a thread says something while a test is captured and will never end."""
+
+    def say(text: str) -> None:
+        capture = config.pluginmanager.get_plugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        sys.stdout.write(f"\n{text}\n")
+        sys.stdout.flush()
+
+    return say
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Under a launcher rank 0 alone reports."""
+    launch = session.config.stash.get(_launch_key, None)
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if launch is not None and launch.rank != 0 and reporter is not None:
+        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """End every rank; one that had died unasked since its last test fails the session."""
     module = sys.modules.get("gefen_offload.ranks.harness")
@@ -156,9 +245,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             print("\n".join(troubles), file=sys.__stderr__)
 
 
-_troubles_key = pytest.StashKey[list[str]]()
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say what died after the last test."""
     for trouble in config.stash.get(_troubles_key, []):
@@ -166,8 +252,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(trouble)
 
 
-def pytest_unconfigure() -> None:
-    """End what a session that never finished has left."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End what a session that never finished has left; under a launcher leave together, when all is reported."""
+    if _attached_key in config.stash:
+        config.stash[_attached_key].close()
     module = sys.modules.get("gefen_offload.ranks.harness")
     if module is not None:
         module.close()

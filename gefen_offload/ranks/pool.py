@@ -43,7 +43,7 @@ class Pool:
 
     def join(self, patience: float) -> list[Outcome]:
         """Make the group; the outcomes of that, as of any task."""
-        joins = [replace(self._join, rank=rank) for rank in range(self.key.world)]
+        joins = [replace(self._join, rank=rank, gpu=rank) for rank in range(self.key.world)]
         return self._dispatch(joins, JOINING, patience)
 
     def run(self, tasks: Sequence[Task], stall: float | None) -> list[Outcome]:

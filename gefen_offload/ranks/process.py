@@ -28,6 +28,7 @@ class RankProcess:
         self.boot = boot
         self.token = f"{run}.{boot.name}."
         self.page = StatusPage(boot.file("page"), create=True)
+        os.mkfifo(boot.file("ask"), 0o600)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=True)
         self._process: BaseProcess = context.Process(target=child.main, args=(boot, theirs), name=f"rank-{boot.name}")

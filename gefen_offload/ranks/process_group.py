@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
+from gefen_offload.ranks import flight
 from gefen_offload.ranks.outcome import Stage
 from gefen_offload.ranks.page import StatusPage
 from gefen_offload.ranks.wire import Join
 
 if TYPE_CHECKING:
     from gefen_offload.ranks.faults import FaultPlan
-    from gefen_offload.ranks.rank import Boot
 
 COLLECTIVES = (
     "all_reduce",
@@ -47,13 +47,20 @@ COLLECTIVES = (
 )
 
 
-def enter(join: Join, stage: Callable[[str], None], page: StatusPage, boot: Boot) -> None:
+def enter(join: Join, stage: Callable[[str], None], page: StatusPage) -> None:
     """Connect to the parent's store and make the default group under this pool's prefix."""
-    if join.backend == "nccl":
-        _record_flights(boot)
+    flight.switch_on()
     stage(Stage.STORE)
     _Connection.store = _connect(join)
     stage(Stage.GROUP)
+    _make(join, join.prefix)
+    _Watch.page = page
+    _watch_collectives()
+
+
+def enter_with(store: Store, join: Join, page: StatusPage) -> None:
+    """The same with a store that there is already."""
+    _Connection.store = store
     _make(join, join.prefix)
     _Watch.page = page
     _watch_collectives()
@@ -117,23 +124,8 @@ def _make(join: Join, prefix: str) -> None:
         timeout=timedelta(seconds=join.timeout),
     )
     if join.backend == "nccl":  # NCCL connects at the first collective: that belongs to the setup, not to a test
-        dist.all_reduce(torch.ones(1, device=torch.device("cuda", join.rank)))
+        dist.all_reduce(torch.ones(1, device=torch.device("cuda", join.gpu)))
         torch.cuda.synchronize()
-
-
-def _record_flights(boot: Boot) -> None:
-    """Ask torch's flight recorder to run and to listen on a named pipe."""
-    import os
-
-    prefix = str(boot.file("nccl"))
-    for name, value in {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix + "-trace-",
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": prefix + "-pipe-",
-        "TORCH_NCCL_COORD_CHECK_MILSEC": "200",
-    }.items():
-        os.environ.setdefault(name, value)
 
 
 def _watch_collectives() -> None:

@@ -1,6 +1,6 @@
 """The rank process: a loop that joins one group, takes tasks over a pipe, and hands over one outcome each.
 
-Every stage, from the import of torch to the packing of the result, runs inside `_Rank._attempt`'s try, under a stage
+Every stage, from the import of torch to the packing of the result, runs inside `Rank._attempt`'s try, under a stage
 name that the status page shows: a rank that fails while it is being set up reports its own traceback like any other.
 """
 
@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from gefen_offload.ranks import flight
 from gefen_offload.ranks.context import RankContext
 from gefen_offload.ranks.faults import FaultPlan
 from gefen_offload.ranks.outcome import Failure, Kind, Outcome, Stage
@@ -54,14 +55,13 @@ def main(boot: Boot, connection: Connection) -> None:
     page.stage(Stage.START)
     channel = Channel(os.dup(connection.fileno()), blocking=True)
     connection.close()
-    _Rank(boot, page, channel).serve()
+    Rank(boot, page, channel).serve()
     os._exit(0)  # no destructors of groups, no joining of foreign threads: what had to be closed is closed
 
 
 def _leave_the_parents_terminal(boot: Boot) -> None:
     """An own session, output to files, stacks on a signal, and an end soon after the parent's."""
     os.setsid()
-    threading.Thread(target=_outlive_briefly, args=[boot.parent], name="ranks-parent-watch", daemon=True).start()
     for fd, mode, suffix in ((0, os.O_RDONLY, None), (1, os.O_WRONLY, "out"), (2, os.O_WRONLY, "err")):
         path = os.devnull if suffix is None else str(boot.file(suffix))
         opened = os.open(path, mode | os.O_CREAT | os.O_APPEND, 0o600)
@@ -75,26 +75,30 @@ def _leave_the_parents_terminal(boot: Boot) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the pool sets the real number
 
 
-def _outlive_briefly(parent: int) -> None:
-    """End this process some time after its parent. [Note: who kills orphans]
+def _watch(rank: Rank) -> None:
+    """A thread: answers with the flight recorder when asked, and ends the process some time after its parent.
+
+    [Note: who kills orphans]
 
     The reaper does, at once, after it has seen which shared memory they hold; a rank that ended by itself with its
     parent (as with a parent-death signal) would take that knowledge along. This thread is for the death of both.
     """
     try:
-        fd = os.pidfd_open(parent)
+        parent = os.pidfd_open(rank.boot.parent)
     except OSError:
         os._exit(1)
-    if os.getppid() == parent:
-        select.select([fd], [], [])
+    ask = os.open(rank.boot.file("ask"), os.O_RDWR)  # also for writing: a pipe without a writer is always readable
+    while os.getppid() == rank.boot.parent and parent not in (ready := select.select([parent, ask], [], [])[0]):
+        if ready:
+            flight.answer(ask, rank.boot.file("flight"), rank.join.backend if rank.join else None)
     time.sleep(ORPHAN_PATIENCE)
     os._exit(1)
 
 
-class _Rank:
-    """The process's state between tasks."""
+class Rank:
+    """What a rank's process knows between tasks; without a channel it is a process that a launcher started."""
 
-    def __init__(self, boot: Boot, page: StatusPage, channel: Channel) -> None:
+    def __init__(self, boot: Boot, page: StatusPage, channel: Channel | None) -> None:
         self.boot, self.page, self.channel = boot, page, channel
         self.pid = os.getpid()
         self.join: Join | None = None
@@ -103,6 +107,9 @@ class _Rank:
 
     def serve(self) -> None:
         """Import early, then one message after another until told to leave or the parent is gone."""
+        if self.channel is None:
+            raise RuntimeError("a rank without a channel has nobody to serve")
+        threading.Thread(target=_watch, args=[self], name="ranks-watch", daemon=True).start()
         if self.boot.torch:
             self.broken = self._attempt(-1, -1, self._import_torch, FaultPlan((), -1, self.page)).bad_or_none()
         while True:
@@ -113,9 +120,9 @@ class _Rank:
             if message is None or isinstance(message, Leave):
                 break
             if isinstance(message, Join):
-                self._hand_over(-1, self._join(message))
+                self._hand_over(self.channel, -1, self.enter(message))
             elif isinstance(message, Task):
-                self._hand_over(message.id, self._run(message))
+                self._hand_over(self.channel, message.id, self.perform(message))
         self.page.stage(Stage.TEARDOWN)
 
     def _import_torch(self) -> None:
@@ -123,7 +130,8 @@ class _Rank:
         import torch
         import torch.distributed  # noqa: F401
 
-    def _join(self, join: Join) -> Outcome:
+    def enter(self, join: Join) -> Outcome:
+        """Take a place in a group."""
         self.join = join
         if self.broken is not None:
             return replace(self.broken, rank=join.rank)
@@ -144,13 +152,13 @@ class _Rank:
         if join.backend is not None and join.store is not None:
             from gefen_offload.ranks import process_group
 
-            process_group.enter(join, lambda stage: self._stage(stage, faults), self.page, self.boot)
+            process_group.enter(join, lambda stage: self._stage(stage, faults), self.page)
 
     def _stage(self, name: str, faults: FaultPlan) -> None:
         self.page.stage(name)
         faults.at_stage(name)
 
-    def _run(self, task: Task) -> Outcome:
+    def perform(self, task: Task) -> Outcome:
         """One task: restore, load, body, result, and what it left behind."""
         if self.join is None:
             raise RuntimeError("a task came before the group was joined")
@@ -182,7 +190,7 @@ class _Rank:
         worker, args, kwargs = unpack(task.payload)
         folder = Path(task.folder) / f"rank{join.rank}"
         folder.mkdir(parents=True, exist_ok=True)
-        context = RankContext(join.rank, join.world, join.backend, folder, self.device, self.page, faults)
+        context = RankContext(join.rank, join.world, join.backend, folder, self.device, join.gpu, self.page, faults)
         surroundings.look()
         self._stage(Stage.BODY, faults)
         with faults.armed(join.backend):
@@ -199,8 +207,9 @@ class _Rank:
     def _exit_if_forked(self, task: int, rank: int) -> None:
         """A child that the body forked and that returned from it: it must not serve on its parent's pipe."""
         if os.getpid() != self.pid:
-            extra = Outcome(rank, Kind.PASSED, Stage.BODY, os.getpid(), time.monotonic_ns())
-            self.channel.send(Handover(task, extra))
+            if self.channel is not None:
+                extra = Outcome(rank, Kind.PASSED, Stage.BODY, os.getpid(), time.monotonic_ns())
+                self.channel.send(Handover(task, extra))
             os._exit(70)
 
     def _attempt(self, rank: int, task: int, action: Callable[[], Any], faults: FaultPlan) -> _Answer:
@@ -231,6 +240,7 @@ class _Rank:
             fired=status.fired,
             collective=status.collective_text(),
             collectives=status.collectives,
+            flight=flight.dump(self.join.backend) if kind is Kind.RAISED and self.join else "",
         )
         return _Answer(outcome, value)
 
@@ -239,11 +249,11 @@ class _Rank:
         with contextlib.suppress(Exception):
             traceback.clear_frames(error.__traceback__)
 
-    def _hand_over(self, task: int, outcome: Outcome) -> None:
+    def _hand_over(self, channel: Channel, task: int, outcome: Outcome) -> None:
         with contextlib.suppress(AttributeError):
             sys.stdout.flush(), sys.stderr.flush()
         try:
-            self.channel.send(Handover(task, outcome))
+            channel.send(Handover(task, outcome))
         except OSError:
             time.sleep(2 * ORPHAN_PATIENCE)  # the parent is gone; see [Note: who kills orphans]
             os._exit(1)

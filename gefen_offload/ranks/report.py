@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gefen_offload.ranks import flight
 from gefen_offload.ranks.outcome import Kind, Outcome, Verdict
 
 OUTPUT_LINES = 30
@@ -36,6 +37,7 @@ def report(verdict: Verdict, outcomes: Sequence[Outcome], evidence: Evidence, su
         if not outcome.bad and first is not outcome:
             lines.append(f"rank {outcome.rank} {outcome.kind.value}")
     lines += _who_is_behind(outcomes)
+    lines += flight.summary({o.rank: o.flight for o in outcomes})
     lines += [*_output(evidence), *(("", *evidence.notes) if evidence.notes else ())]
     return "\n".join(lines)
 

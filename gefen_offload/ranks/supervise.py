@@ -116,6 +116,7 @@ class Supervisor:
                     fired=status.fired,
                     state=seen.state,
                     stack=seen.stack,
+                    flight=seen.flight,
                     collective=status.collective_text(),
                     collectives=status.collectives,
                 )

@@ -69,6 +69,7 @@ class Join:
     prefix: str
     timeout: float
     threads: int = 1
+    gpu: int = 0
     faults: tuple[Any, ...] = ()
 
 

@@ -71,13 +71,12 @@ class _Entry:
 
     def part(self, first: int, last: int, blocks: int) -> Part:
         """The bytes of blocks [first, last), or all of them if the entry is WHOLE."""
-        place = self.place
+        place, memory = self.place, self.place.slab.address
         if self.whole:
-            return Part(self.name, place.slab.address, place.offset, place.nbytes, whole=True)
+            return Part(self.name, memory, place.offset, place.nbytes, place.offset, place.nbytes, whole=True)
         row = place.nbytes // blocks
         start = place.offset + first * row
-        nbytes = (last - first) * row
-        return Part(self.name, place.slab.address, start, nbytes, opens=first == 0, closes=last == blocks)
+        return Part(self.name, memory, start, (last - first) * row, place.offset, place.nbytes)
 
 
 class Survey:

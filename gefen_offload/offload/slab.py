@@ -129,12 +129,15 @@ class HostStore:
 
 
 def lay_out(requests: Sequence[Mapping[str, tuple[Sequence[int], torch.dtype]]]) -> tuple[list[dict[str, int]], int]:
-    """Each tensor's offset, aligned and in order, and the bytes of all of them."""
+    """Each tensor's offset, aligned, request by request, and the bytes of all of them.
+
+    Within a request the smaller come first: a parameter that spans windows has its small tensors copied as one.
+    """
     offsets: list[dict[str, int]] = []
     end = 0
     for request in requests:
         starts = {}
-        for name, (shape, dtype) in request.items():
+        for name, (shape, dtype) in sorted(request.items(), key=lambda item: nbytes_of(*item[1])):
             starts[name] = aligned(end)
             end = starts[name] + nbytes_of(shape, dtype)
         offsets.append(starts)

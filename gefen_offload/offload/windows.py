@@ -1,8 +1,8 @@
 """The plan of a step: which pieces share a window, and which bytes are copied where. Pure; nothing here allocates.
 
 A window's pieces are staged in one slot. Small parameters are packed: bytes that are neighbours on the host stay
-neighbours in the slot, and move in one copy. A parameter that spans windows has its WHOLE entries in a side area, from
-the window of its first piece to that of its last.
+neighbours in the slot, and move in one copy. A parameter that spans windows has its WHOLE entries, and the small ones
+whatever their cut, in a side area, from the window of its first piece to that of its last.
 """
 
 from __future__ import annotations
@@ -18,23 +18,36 @@ SLOTS = 3
 SMALL = 4  # a parameter of at most 1/SMALL of a window is not split
 LEAST = 16  # a piece is not cut to fill less than 1/LEAST of a window
 EVEN = 16
+ASIDE = 64  # a tensor of at most 1/ASIDE of a window moves whole
 SIDE_FREE_AFTER = SLOTS  # a window's copies in wait for the copies out of the window SLOTS before it
 
 
 @dataclass(frozen=True)
 class Part:
-    """The host bytes of one state tensor that one piece works on. `memory` tells slabs apart.
-
-    `opens` and `closes` say that they start where the tensor does, and end where it does.
-    """
+    """The host bytes of a state tensor that one piece works on, and the tensor's own. `memory` tells slabs apart."""
 
     name: str
     memory: int
     offset: int
     nbytes: int
+    start: int
+    total: int
     whole: bool = False
-    opens: bool = True
-    closes: bool = True
+
+    @property
+    def opens(self) -> bool:
+        """Whether it starts where its tensor does."""
+        return self.offset == self.start
+
+    @property
+    def closes(self) -> bool:
+        """Whether it ends where its tensor does."""
+        return self.offset + self.nbytes == self.start + self.total
+
+    @property
+    def tensor(self) -> Part:
+        """All of its tensor."""
+        return replace(self, offset=self.start, nbytes=self.total)
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,7 @@ class Plan:
 def plan(needs: Sequence[Need], capacity: int) -> Plan:
     """Pack the pieces, in their order, into windows of at most `capacity` bytes, or of one piece."""
     ranges, spanning = _divide(needs, capacity)
-    areas, side_bytes = _side_areas(needs, ranges, spanning)
+    areas, side_bytes = _side_areas(needs, ranges, spanning, capacity // ASIDE)
     windows = []
     slot_bytes = 0
     for first, last in ranges:
@@ -222,35 +235,42 @@ def _divide(needs: Sequence[Need], capacity: int) -> tuple[list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Area:
-    """Where the WHOLE entries of one spanning parameter lie, and its first and last pieces."""
+    """Where a spanning parameter's tensors lie in the side area, their copies, and its first and last pieces."""
 
-    spots: dict[str, Spot]
+    base: dict[str, int]
+    runs: tuple[Run, ...]
     first: int
     last: int
 
+    def spot(self, part: Part) -> Spot | None:
+        """Where a part lies; None if it is staged in the slot."""
+        if part.name not in self.base:
+            return None
+        return Spot(self.base[part.name] + part.offset - part.start, part.nbytes, side=True)
+
 
 def _side_areas(
-    needs: Sequence[Need], ranges: Sequence[tuple[int, int]], spanning: set[int]
+    needs: Sequence[Need], ranges: Sequence[tuple[int, int]], spanning: set[int], small: int
 ) -> tuple[dict[int, _Area], int]:
     """[Note: side areas] An area is used again only by a parameter that starts SIDE_FREE_AFTER windows or more later.
 
     By then the copy in waits, through its own slot, for every copy out of the parameter before.
     """
     window_of = {piece: index for index, (first, last) in enumerate(ranges) for piece in range(first, last)}
-    areas: dict[int, _Area] = {}
+    packed = []
+    for parameter, first, last in _extents(needs):
+        aside = [part.tensor for part in needs[first].parts if part.whole or part.total <= small]
+        if parameter in spanning and aside:
+            packed.append((parameter, first, last, aside, *_pack(aside)))
+    size = aligned(max((used for *_, used in packed), default=0))
     busy_until: list[int] = []  # for each area, the last window that uses it
-    extents = [extent for extent in _extents(needs) if extent[0] in spanning and _whole_bytes(needs[extent[1]])]
-    size = max((_whole_bytes(needs[first]) for _, first, _ in extents), default=0)
-    for parameter, first, last in extents:
+    areas: dict[int, _Area] = {}
+    for parameter, first, last, aside, runs, _ in packed:
         start, end = window_of[first], window_of[last]
         free = next((i for i, until in enumerate(busy_until) if until + SIDE_FREE_AFTER <= start), len(busy_until))
         busy_until[free : free + 1] = [end]
-        spots, offset = {}, free * size
-        for part in needs[first].parts:
-            if part.whole:
-                spots[part.name] = Spot(offset, part.nbytes, side=True)
-                offset = aligned(offset + part.nbytes)
-        areas[parameter] = _Area(spots, first, last)
+        here = [replace(run, staged=free * size + run.staged, side=True) for run in runs]
+        areas[parameter] = _Area({part.name: _spot(part, here).offset for part in aside}, tuple(here), first, last)
     return areas, size * len(busy_until)
 
 
@@ -261,28 +281,29 @@ def _extents(needs: Sequence[Need]) -> Iterator[tuple[int, int, int]]:
         yield parameter, indices[0], indices[-1]
 
 
-def _whole_bytes(need: Need) -> int:
-    return sum(aligned(part.nbytes) for part in need.parts if part.whole)
-
-
 # --- the copies of one window ---------------------------------------------------------------------------------------
 
 
 def _window(needs: Sequence[Need], first: int, last: int, areas: dict[int, _Area]) -> tuple[Window, int]:
     """The window of pieces [first, last), and the slot bytes that it uses."""
-    in_slot, inward, outward = [], [], []
+    in_slot: list[Part] = []
+    inward: list[Run] = []
+    outward: list[Run] = []
+    aside: dict[tuple[int, str], Spot] = {}
     for index in range(first, last):
         area = areas.get(needs[index].parameter)
         for part in needs[index].parts:
-            if not part.whole or area is None:
+            spot = None if area is None else area.spot(part)
+            if spot is None:
                 in_slot.append(part)
-                continue
-            run = Run(part.memory, part.offset, area.spots[part.name].offset, part.nbytes, side=True)
-            inward += [run] if index == area.first else []
-            outward += [run] if index == area.last else []
+            else:
+                aside[index, part.name] = spot
+        if area is not None:
+            inward += area.runs if index == area.first else ()
+            outward += area.runs if index == area.last else ()
     runs, used = _pack(in_slot)
     spots = tuple(
-        {part.name: _spot(part, runs, areas.get(needs[index].parameter)) for part in needs[index].parts}
+        {part.name: aside.get((index, part.name)) or _spot(part, runs) for part in needs[index].parts}
         for index in range(first, last)
     )
     return Window(first, last, spots, (*runs, *inward), (*runs, *outward)), used
@@ -314,9 +335,8 @@ def _neighbours(before: Part, part: Part) -> bool:
     return before.memory == part.memory and 0 <= gap < padding
 
 
-def _spot(part: Part, runs: Sequence[Run], area: _Area | None) -> Spot:
-    if part.whole and area is not None:
-        return area.spots[part.name]
+def _spot(part: Part, runs: Sequence[Run]) -> Spot:
+    """Where the copies bring a part."""
     if part.nbytes == 0:
         return Spot(0, 0)
     index = bisect_right(runs, (part.memory, part.offset), key=lambda run: (run.memory, run.host)) - 1

@@ -32,12 +32,17 @@ def layouts(draw):
         for first in range(0, blocks, step):
             last = min(first + step, blocks)
             parts = [
-                Part(f"b{i}", 0, starts[i] + first * row, (last - first) * row, opens=first == 0, closes=last == blocks)
+                Part(f"b{i}", 0, starts[i] + first * row, (last - first) * row, starts[i], blocks * row)
                 for i, row in enumerate(rows)
             ]
-            parts += [Part(f"w{i}", 0, starts[len(rows) + i], n, whole=True) for i, n in enumerate(wholes)]
+            parts += [whole(f"w{i}", starts[len(rows) + i], n, whole=True) for i, n in enumerate(wholes)]
             needs.append(Need(parameter, tuple(parts)))
     return needs, owned
+
+
+def whole(name, offset, nbytes, **options):
+    """A part that is all of its tensor."""
+    return Part(name, 0, offset, nbytes, offset, nbytes, **options)
 
 
 def bytes_of(runs):
@@ -65,12 +70,12 @@ def test_pieces_find_their_bytes_where_they_were_copied(layout, capacity):
     """A part's spot is inside the copy that brings it, aligned as on the host; copies in a slot do not overlap."""
     needs, _ = layout
     planned = plan(needs, capacity)
-    sides = {}
+    sides = set()
     for window in planned.windows:
         taken = Counter()
         for run in window.inward:
             if run.side:
-                sides[run.host] = run
+                sides.add(run)
             else:
                 assert run.host % ALIGNMENT == run.staged % ALIGNMENT
                 taken.update(range(run.staged, run.staged + run.nbytes))
@@ -79,7 +84,7 @@ def test_pieces_find_their_bytes_where_they_were_copied(layout, capacity):
         for need, spots in zip(needs[window.first : window.last], window.spots, strict=True):
             for part in need.parts:
                 spot = spots[part.name]
-                runs = [sides[part.offset]] if spot.side else [run for run in window.inward if not run.side]
+                runs = sides if spot.side else [run for run in window.inward if not run.side]
                 assert any(
                     run.host <= part.offset
                     and part.offset + part.nbytes <= run.host + run.nbytes
@@ -119,15 +124,15 @@ def test_a_side_area_is_free_before_it_is_used_again(layout, capacity):
 
 def test_small_parameters_share_one_copy():
     """A hundred small parameters that lie one after another move in one copy each way."""
-    needs = [Need(i, (Part("a", 0, 64 * i, 40), Part("b", 0, 64 * i + 48, 4))) for i in range(100)]
+    needs = [Need(i, (whole("a", 64 * i, 40), whole("b", 64 * i + 48, 4))) for i in range(100)]
     (window,) = plan(needs, 2**20).windows
     assert len(window.inward) == len(window.outward) == 1
 
 
 def test_bytes_of_the_next_window_are_not_copied_back():
     """A tensor's first block, in the window before, is not taken for the padding between two tensors."""
-    head = Need(0, (Part("a", 0, 0, 48, closes=False), Part("b", 0, 96, 4, closes=False)))
-    tail = Need(0, (Part("a", 0, 48, 48, opens=False), Part("b", 0, 100, 4, opens=False)))
+    head = Need(0, (Part("a", 0, 0, 48, 0, 96), Part("b", 0, 96, 4, 96, 8)))
+    tail = Need(0, (Part("a", 0, 48, 48, 0, 96), Part("b", 0, 100, 4, 96, 8)))
     for window, other in zip(plan([head, tail], 60).windows, [tail, head], strict=True):
         theirs = {byte for part in other.parts for byte in range(part.offset, part.offset + part.nbytes)}
         assert not theirs & set(bytes_of(window.outward))
@@ -160,9 +165,6 @@ def test_large_parameters_fill_their_windows(capacity):
     """Cut to fit, a parameter of many windows leaves less than a sixteenth of each unused."""
     demands = [Demand(0, 50000, 2052, 2, 0)]
     cuts = cut_to_fit(demands, capacity)
-    needs = [
-        Need(0, (Part("a", 0, cut.first * 2052, (cut.last - cut.first) * 2052, opens=False, closes=False),))
-        for cut in cuts
-    ]
+    needs = [Need(0, (Part("a", 0, cut.first * 2052, (cut.last - cut.first) * 2052, 0, 50000 * 2052),)) for cut in cuts]
     *full, _ = plan(needs, capacity).windows
     assert all(run.nbytes > capacity * 15 // 16 for window in full for run in window.inward)

@@ -147,13 +147,13 @@ class Gefen(Checkpointed):
         one = (period_one_substrings,) if isinstance(period_one_substrings, str) else period_one_substrings
         self._period_rule = PeriodRule(force_1d_period_one, tuple(fragment.lower() for fragment in one))
         self._verbose = verbose
-        if not hasattr(Gefen, "_eager"):  # not on import: it loads all of dynamo, as torch's Optimizer does here too
-            Gefen._eager = torch.compiler.disable(Gefen._step, reason=_EAGER)  # type: ignore[no-untyped-call]
         self._levels = Levels()
         self._global_step = 0
         self._set_up_kernels()
 
     def _set_up_kernels(self) -> None:
+        if not hasattr(Gefen, "_eager"):  # not on import: it loads all of dynamo, as torch's Optimizer does later too
+            Gefen._eager = torch.compiler.disable(_step, reason=_EAGER)  # type: ignore[no-untyped-call]
         self._updaters: dict[torch.device, Updater] = {}
         self._learning = Learning()
 
@@ -226,9 +226,15 @@ class Gefen(Checkpointed):
     def _works(self, graded: Sequence[Graded]) -> list[Work]:
         """What the update works on; parameters of one group and one age share their scalars."""
         works = []
+        offloaded = self.state_offload_active
         shared: dict[tuple[int, int, int], Scalars] = {}
         for item in graded:
             period = item.state["automatic_period"]
+            if not offloaded and item.state["m_codebook"].device != item.parameter.device:
+                raise RuntimeError(
+                    f"the state of {item.name} is on {item.state['m_codebook'].device} and the parameter on "
+                    f"{item.parameter.device}: after moving a model call move_state_()"
+                )
             blocks = item.gradient.numel() // period
             scalars = self._scalars(item, shared)
             works.append(
@@ -389,6 +395,10 @@ class Gefen(Checkpointed):
     def _say(self, sentence: str) -> None:
         if self._verbose:
             print(f"{type(self).__name__}: {sentence}")
+
+
+def _step(optimizer: Gefen, closure: Callable[[], Any] | None) -> Any:
+    return optimizer._step(closure)
 
 
 _EAGER = "Gefen decides on the host what a step is made of; compile the model and the loss, and let step() run outside"

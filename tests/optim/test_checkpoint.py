@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -146,6 +148,22 @@ def test_copies_step_on_identically(mode, options):
     train(copies, other, range(3, 8))
     assert differing(tensors, copies) is None
     assert differing(optimizer.state_dict(), other.state_dict()) is None
+
+
+def test_a_pickle_in_a_new_process(tmp_path):
+    """A process that has constructed no optimizer can unpickle one and step it."""
+    path = tmp_path / "optimizer.pickle"
+    path.write_bytes(pickle.dumps(trained()))
+    program = f"""
+import pickle, torch
+tensors, optimizer = pickle.load(open({str(path)!r}, "rb"))
+for tensor in tensors:
+    tensor.grad = torch.ones_like(tensor)
+optimizer.step()
+print(optimizer.state[tensors[0]]["step"])
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "4\n"
 
 
 def test_hooks_run():

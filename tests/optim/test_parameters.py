@@ -136,3 +136,15 @@ def test_a_sparse_gradient_is_refused_before_anything_moves():
     with pytest.raises(RuntimeError, match="p1 has a sparse"):
         optimizer.step()
     assert differing(before, [[t.detach() for t in tensors], optimizer.state_dict()]) is None
+
+
+def test_state_that_is_elsewhere():
+    """State on another device than its parameter raises before anything changes, naming both and what to call."""
+    tensors = parameters(shapes=[(6, 4)])
+    optimizer = step_with(tensors)
+    state = optimizer.state[tensors[0]]
+    state["m_codebook"] = state["m_codebook"].to("meta")
+    before = tensors[0].detach().clone()
+    with pytest.raises(RuntimeError, match=r"state of p0 is on meta and the parameter on cpu: .*move_state_\(\)"):
+        optimizer.step()
+    assert differing(before, tensors[0].detach()) is None

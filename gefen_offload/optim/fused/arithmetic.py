@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 ROW = tl.constexpr(20)  # int64 words of one piece's row in the table
+THRESHOLDS = tl.constexpr(264)  # where they begin in the table of levels
 SLOTS = tl.constexpr(256)  # pieces of one launch
 
 
@@ -59,10 +60,11 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def lerp(m, g, weight):
-    """torch.lerp(m, g, weight), contracted as torch's CUDA kernel is."""
-    near = weight < 0.5
-    return tl.fma(tl.where(near, weight, weight - 1.0), g - m, tl.where(near, m, g))
+def lerp(m, g, weight, NEAR: tl.constexpr):
+    """torch.lerp(m, g, weight), contracted as torch's CUDA kernel is; NEAR: the weight is below a half."""
+    if NEAR:
+        return tl.fma(weight, g - m, m)
+    return tl.fma(weight - 1.0, g - m, g)
 
 
 @triton.jit
@@ -85,25 +87,32 @@ def divisor_of(largest):
 
 
 @triton.jit
-def nearest(x, thresholds, bins, STEPS: tl.constexpr):
-    """The index of the level nearest to x, of [-1, 1]: the number of thresholds below x (see tables.py).
+def nearest(x, levels, bins, STEPS: tl.constexpr):
+    """The index of the level nearest to x, of [-1, 1], and that level: the number of thresholds below x (see tables.py).
 
-    `bins` says how many thresholds lie below a bin of width 1/2048; inside one there are at most STEPS to compare with.
+    `bins` says how many thresholds lie below a cell of width 1/2048; inside one there are at most STEPS to compare with.
     STEPS = 0 means that there may be many: then a binary search.
     """
     if STEPS == 0:
         found = tl.zeros_like(x).to(tl.int32)
         for step in tl.static_range(8):
             half = 128 >> step
-            found += tl.where(x > tl.load(thresholds + found + (half - 1)), half, 0)
+            found += tl.where(x > tl.load(levels + found + (THRESHOLDS + half - 1)), half, 0)
+        level = tl.load(levels + found)
     else:
-        cell = tl.fma(x, 2048.0, 2048.5).to(tl.int32).to(tl.uint32)
-        cell = tl.minimum(cell, 4096)  # what is not a number, too
-        base = tl.load(bins + cell).to(tl.int32)
-        found = base
-        for step in tl.static_range(STEPS):
-            found += (x > tl.load(thresholds + base + step)).to(tl.int32)
-    return found
+        # Adding 2**23 leaves the nearest integer in the low bits; the mask keeps what is not a number inside the table.
+        cell = tl.fma(x, 2048.0, 8390656.0).to(tl.int32, bitcast=True) & 0x1FFF
+        found = tl.load(bins + cell).to(tl.int32)
+        near = levels + found
+        above = x > tl.load(near + THRESHOLDS)
+        if STEPS == 1:
+            level = tl.where(above, tl.load(near + 1), tl.load(near))
+            found += above.to(tl.int32)
+        else:
+            for step in tl.static_range(STEPS):
+                found += (x > tl.load(near + (THRESHOLDS + step))).to(tl.int32)
+            level = tl.load(levels + found)
+    return found, level
 
 
 @triton.jit
@@ -137,22 +146,37 @@ def stepsize_of(v, scale, inverse1, eps):
 
 
 @triton.jit
-def stepsizes(v, scale, inverse1, eps):
-    """(1/bc1) / (sqrt(v) scale + eps) to the last bits, for many v: without the branches of `sqrt_rn` and `div_rn`."""
-    y = tl.rsqrt(tl.maximum(v, 1.1754943508222875e-38))
-    root = v * y
-    root = tl.fma(tl.fma(-root, root, v), 0.5 * y, root) * scale + eps
-    z = tl.rsqrt(root)
-    inverse = z * z
-    inverse = tl.fma(tl.fma(-root, inverse, 1.0), inverse, inverse)
-    return tl.where(v > 3e38, 0.0, inverse * inverse1)
+def rough_root(v):
+    """1 / sqrt(v) to about a last bit, for v >= 1e-38."""
+    if INTERPRETED:
+        return tl.rsqrt(v)
+    return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], tl.float32, True, 1)
 
 
 @triton.jit
-def applied(p, update, decay, lr, PARAMETER: tl.constexpr):
+def rough_inverse(d):
+    """1 / d to about a last bit."""
+    if INTERPRETED:
+        return tl.div_rn(1.0, d)
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
+
+
+@triton.jit
+def inverse_roots(v, scale, eps):
+    """1 / (sqrt(v) scale + eps) to the last bits, for many v >= 1e-38: without the branches of `sqrt_rn` and `div_rn`."""
+    y = rough_root(v)
+    root = v * y
+    root = tl.fma(tl.fma(-root, root, v), 0.5 * y, root) * scale + eps
+    inverse = rough_inverse(root)
+    return tl.fma(tl.fma(-root, inverse, 1.0), inverse, inverse)
+
+
+@triton.jit
+def applied(p, change, decay, PARAMETER: tl.constexpr, DECAYS: tl.constexpr):
     """p (1 - lr wd), rounded; then p - lr update, rounded once."""
-    decayed = rounded(p * decay, PARAMETER).to(tl.float32)
-    return rounded(decayed - update * lr, PARAMETER)
+    if DECAYS:
+        p = rounded(p * decay, PARAMETER).to(tl.float32)
+    return rounded(p - change, PARAMETER)
 
 
 @triton.jit

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from gefen_offload.optim import flat
 from gefen_offload.optim.fused.launch import Scratch
-from gefen_offload.optim.fused.plan import BlockPlan, FactorPlan, plan_blocks, plan_factors
+from gefen_offload.optim.fused.plan import TILES, BlockPlan, plan_blocks, plan_factors
 from gefen_offload.optim.work import Scalars, StagedPiece, Work
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -22,8 +24,7 @@ _WORDS = struct.Struct("<16q")
 _SCALARS = struct.Struct("<8f")
 
 
-@dataclass(frozen=True)
-class StepKind:
+class StepKind(NamedTuple):
     """What the pieces of one update launch have in common."""
 
     long: bool
@@ -34,10 +35,11 @@ class StepKind:
     gradient: torch.dtype
     exact: bool
     aligned: int
+    near: bool  # 1 - beta1 is below a half
+    decays: bool
 
 
-@dataclass(frozen=True)
-class FactorKind:
+class FactorKind(NamedTuple):
     """What the matrices of one launch for row and column sums have in common."""
 
     height: int
@@ -55,15 +57,50 @@ class Group:
     programs: list[tuple[int, ...]] = field(default_factory=list)
 
 
-class Description:
-    """Staged pieces, described one by one. `scratch` is where their sums will lie."""
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is the same for all pieces of one shape: it is worked out once, as a step has many of them."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    plan: BlockPlan
+    kinds: dict[tuple[int, bool, bool], StepKind]  # by alignment, near, decays
+    programs: tuple[int, int]
+    split: int
+    magic: int
+    partials: int
+    results: int
+
+
+Outlines = dict[tuple[torch.dtype, torch.dtype, int, int, int], Outline]
+
+
+def outline_of(parameter: torch.dtype, gradient: torch.dtype, period: int, blocks: int, cols: int) -> Outline:
+    """The outline of a piece of `blocks` blocks; `cols` is the matrix's width, or 0 for the block second moment."""
+    plan = plan_blocks(period, cols)
+    exact = plan.length == plan.width and period % plan.length == 0
+    common = (plan.long, plan.width, plan.blocks, plan.moment, parameter, gradient, exact)
+    kinds = {key: StepKind(*common, *key) for key in product((1, 2, 4, 8, 16), (False, True), (False, True))}
+    tiles = -(-blocks * max(1, plan.parts) // plan.blocks)
+    return Outline(
+        plan,
+        kinds,
+        (-(-tiles // TILES), blocks),
+        plan.length | plan.parts << 32,
+        min(-(-(2**32) // cols), 2**32 - 1) if cols else 0,
+        2 * blocks * plan.parts,
+        4 * blocks if plan.long else 0,
+    )
+
+
+class Description:
+    """Staged pieces, described one by one. `scratch` is where their sums will lie; `outlines` are kept between steps."""
+
+    def __init__(self, scratch: Scratch, outlines: Outlines) -> None:
         self.scratch = scratch
         self.scratch.used = 0
         self.elements = 0
-        self.steps: dict[StepKind | tuple[object, ...], Group] = {}
-        self.factors: dict[FactorKind | tuple[object, ...], Group] = {}
+        self.steps: dict[StepKind, Group] = {}
+        self.factors: dict[FactorKind, Group] = {}
+        self._outlines = outlines
         self._scalars: dict[tuple[int, bool], bytes] = {}
         self._means: dict[int, int] = {}
         self._held: list[Tensor] = []
@@ -72,27 +109,34 @@ class Description:
     def add(self, staged: StagedPiece) -> None:
         """Describe a piece: the update of its blocks and, for a matrix, the sums it needs."""
         piece, tensors = staged.piece, staged.tensors
-        work, period, first = piece.work, piece.work.period, piece.first
+        work, first = piece.work, piece.first
+        parameter, gradient, period, factored = work.parameter, work.gradient, work.period, work.factored
         blocks, position = piece.last - first, first * period
-        gradient = work.gradient if work.gradient.is_contiguous() else self._hold(work.gradient.contiguous())
-        parameter_at = self._parameter_at(work.parameter, position, blocks * period)
-        gradient_at = gradient.data_ptr() + position * gradient.element_size()
+        scalars = self._scalars.get((id(work.scalars), factored)) or self._pack(work.scalars, factored)
+        if not gradient.is_contiguous():
+            gradient = self._hold(gradient.contiguous())
+        parameter_at = self._parameter_at(parameter, position, blocks * period)
+        gradient_at = gradient.data_ptr() + position * gradient.itemsize
         indices_at = tensors["m_codebook"].data_ptr()
         addresses = parameter_at | gradient_at | indices_at
-        scalars = self._scalars.get((id(work.scalars), work.factored)) or self._pack(work.scalars, work.factored)
-        if work.factored:
-            v_row, v_col = tensors["v_row"], tensors["v_col"]
-            moments_at, columns_at, cols = v_row.data_ptr(), v_col.data_ptr(), v_col.numel()
+        if factored:
+            v_col = tensors["v_col"]
+            moments_at, columns_at, cols = tensors["v_row"].data_ptr(), v_col.data_ptr(), v_col.numel()
             addresses |= columns_at
             mean = self._means.get(id(work))
             if mean is None:
-                mean = self._add_matrix(work, gradient, (v_row.numel(), cols), (moments_at, columns_at), first, scalars)
-            magic = min(-(-(2**32) // cols), 2**32 - 1)
+                rows = work.blocks * period // cols
+                mean = self._add_matrix(work, gradient, (rows, cols), (moments_at, columns_at), first, scalars)
         else:
-            moments_at, columns_at, cols, mean, magic = tensors["vmean"].data_ptr(), 0, 0, 0, 0
-        plan = plan_blocks(period, cols)
-        partials = self.scratch.take(2 * blocks * plan.parts) if plan.long else 0
-        results = self.scratch.take(4 * blocks) if plan.long else 0
+            moments_at, columns_at, cols, mean = tensors["vmean"].data_ptr(), 0, 0, 0
+        key = (parameter.dtype, gradient.dtype, period, blocks, cols)
+        outline = self._outlines.get(key)
+        if outline is None:
+            outline = self._outlines[key] = outline_of(*key)
+        scratch = self.scratch
+        partials = scratch.used
+        results = partials + outline.partials
+        scratch.used = (results + outline.results + 3) & -4
         row = _WORDS.pack(
             parameter_at,
             gradient_at,
@@ -105,31 +149,26 @@ class Description:
             position,
             cols,
             mean,
-            magic,
-            plan.length | plan.parts << 32,
+            outline.magic,
+            outline.split,
             partials,
             results,
             0,
         )
-        key = (plan, work.parameter.dtype, work.gradient.dtype, alignment_of(period, blocks, plan, addresses))
-        group = self.steps.get(key) or self._step_group(plan, key)
+        hyper = work.scalars
+        aligned = alignment_of(period, blocks, outline.plan, addresses)
+        kind = outline.kinds[aligned, hyper.beta1 > 0.5, hyper.decay != 1]
+        group = self.steps.get(kind)
+        if group is None:
+            group = self.steps[kind] = Group(outline.plan.warps)
         group.rows.append(row + scalars)
-        group.programs.append((-(-blocks * max(1, plan.parts) // plan.blocks), blocks))
+        group.programs.append(outline.programs)
         self.elements += blocks * period
 
     def finish(self) -> None:
         """Write the copies of parameters that are not contiguous back, on the current stream."""
         for parameter, position, copy in self._copies:
             flat.write(parameter, position, copy)
-
-    def _step_group(self, plan: BlockPlan, key: tuple[object, ...]) -> Group:
-        """The group of this kind; `key`, which names a plan and is quicker to look up, leads to it from now on."""
-        _, parameter, gradient, aligned = key
-        exact = plan.length == plan.width and not plan.long
-        kind = StepKind(plan.long, plan.width, plan.blocks, plan.moment, parameter, gradient, exact, aligned)  # type: ignore[arg-type]
-        group = self.steps.setdefault(kind, Group(plan.warps))
-        self.steps[key] = group
-        return group
 
     def _add_matrix(
         self,
@@ -160,7 +199,9 @@ class Description:
         )
         aligned = 16 if cols % 16 == 0 and gradient.data_ptr() % 16 == 0 else 1
         kind = FactorKind(plan.height, plan.width, gradient.dtype, aligned)
-        group = self.factors.setdefault(kind, Group(plan.warps))
+        group = self.factors.get(kind)
+        if group is None:
+            group = self.factors[kind] = Group(plan.warps)
         group.rows.append(row + scalars)
         columns = 1 + (-(-cols // 128) if fresh else 0)
         group.programs.append((plan.strips * plan.groups if fresh else 0, -(-rows // 512), columns))
@@ -168,7 +209,7 @@ class Description:
 
     def _parameter_at(self, parameter: Tensor, position: int, elements: int) -> int:
         if parameter.is_contiguous():
-            return parameter.data_ptr() + position * parameter.element_size()
+            return parameter.data_ptr() + position * parameter.itemsize
         copy = flat.read(parameter, position, position + elements)
         self._copies.append((parameter, position, copy))
         return copy.data_ptr()

@@ -27,8 +27,16 @@ STACK = tl.constexpr(32)  # partial sums of a column added side by side
 
 @triton.jit(do_not_specialize=["row", "start"])
 def square_partials(
-    words, floats, starts, row, start, scratch, GRADIENT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr
+    words,
+    floats,
+    starts,
+    row,
+    start,
+    scratch,
+    GRADIENT: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Sums of g^2 along the rows and down the columns of a strip of rows and a group of WIDTH columns."""
     piece, tile = find_piece(starts + start)

@@ -36,8 +36,16 @@ def _segments(words, tile, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: t
 
 @triton.jit(do_not_specialize=["row", "start"])
 def segment_largest(
-    words, floats, starts, row, start, counts, GRADIENT: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
-    ALIGNED: tl.constexpr
+    words,
+    floats,
+    starts,
+    row,
+    start,
+    counts,
+    GRADIENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """The bits of the largest |g| of each block that is cut into segments: an integer maximum, exact in any order."""
     piece, tile = find_piece(starts + start)
@@ -74,6 +82,7 @@ def bin_counts(
     tiles = tl.minimum((segments + BLOCKS - 1) // BLOCKS - group.to(tl.int64) * TILES, TILES).to(tl.int32)
     lanes = tl.arange(0, WIDTH)
     found = tl.zeros([BINS], tl.int32)
+    padding = 0
     for step in range(0, tiles):
         segment, block, begin, filled, within = _segments(words, group * TILES + step, WIDTH, BLOCKS, ALIGNED)
         inside = lanes[:, None] < filled[None, :]
@@ -86,8 +95,11 @@ def bin_counts(
         x = tl.div_rn(g, bits.to(tl.float32, bitcast=True)[None, :])
         x = tl.where(x == x, x, 0.0)
         bin = tl.minimum(tl.maximum((x + 1.0) * 2048.0, 0.0), 4095.0).to(tl.int32)
-        found += tl.histogram(tl.reshape(bin, [WIDTH * BLOCKS]), BINS, mask=tl.reshape(inside, [WIDTH * BLOCKS]))
+        bin = tl.where(inside, bin, 2048)
+        found += tl.histogram(tl.reshape(bin, [WIDTH * BLOCKS]), BINS)
+        padding += WIDTH * BLOCKS - tl.sum(filled, 0)
     bins = tl.arange(0, BINS)
+    found -= tl.where(bins == 2048, padding, 0)
     tl.atomic_add(counts + bins, found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 

@@ -95,7 +95,9 @@ class FirstStep:
             return divisor_errors(gradient)
         gradient = gradient.contiguous()
         sums: list[Tensor] = []
-        at: dict[int, tuple[int, int, int]] = {}  # of a divisor: which tensor of `sums`, which sum in it, in units of what
+        at: dict[
+            int, tuple[int, int, int]
+        ] = {}  # of a divisor: which tensor of `sums`, which sum in it, in units of what
         for base in odd:
             self._chain(gradient, base, sums, at)
         values = torch.cat(sums).tolist() if sums else []

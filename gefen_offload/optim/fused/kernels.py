@@ -22,13 +22,13 @@ from gefen_offload.optim.fused.arithmetic import (
     divided,
     divisor_of,
     find_piece,
+    inverse_roots,
     lerp,
     magnitude_bits,
     nearest,
     rows_within,
     square,
     stepsize_of,
-    stepsizes,
 )
 
 # Words of a row; the hyper-parameters are float32, counted in half words.
@@ -42,9 +42,20 @@ ANYWHERE = tl.constexpr(2)  # factored, with segments that may cross rows
 
 
 @triton.jit
-def _factored_stepsize(words, floats, means, start, local, lanes, within, inside, MOMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    SPACED: tl.constexpr):
-    """The step size of each element of a tile: `start` is the piece's element that the tile begins at (int64)."""
+def _factored_inverse(
+    words,
+    floats,
+    means,
+    start,
+    local,
+    lanes,
+    within,
+    inside,
+    MOMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SPACED: tl.constexpr,
+):
+    """1 / (sqrt(V/bc2) + eps) of each element of a tile: `start` is the piece's element that the tile begins at (int64)."""
     rows = address(words + MOMENTS, tl.float32, 1)
     columns = address(words + COLUMNS, tl.float32, ALIGNED)
     position = start + tl.load(words + POSITION)
@@ -55,17 +66,18 @@ def _factored_stepsize(words, floats, means, start, local, lanes, within, inside
     cols = cols.to(tl.int32)
     row = rows_within(j, cols, magic)
     col = j - row * cols
+    mean = tl.load(means + tl.load(words + MEAN))
+    share = tl.div_rn(tl.load(floats + INVERSE2), mean)
     if MOMENT == ALONG_ROWS:  # local is the segments' beginnings: (BLOCKS,)
         if ALIGNED == 16 and SPACED:
             col = tl.multiple_of(col, 16)
-        r = tl.load(rows + top + row, mask=within, other=0.0)[None, :]
+        r = tl.load(rows + top + row, mask=within, other=0.0) * share
         c = tl.load(columns + (lanes[:, None] + col[None, :]), mask=inside, other=0.0)
+        v = tl.fma(r[None, :], c, 1.2e-38)
     else:
-        r = tl.load(rows + top + row, mask=inside, other=0.0)
-        c = tl.load(columns + col, mask=inside, other=0.0)
-    mean = tl.load(means + tl.load(words + MEAN))
-    v = divided(r * c, mean, tl.div_rn(1.0, mean)) * tl.load(floats + INVERSE2)
-    return stepsizes(v, 1.0, tl.load(floats + INVERSE1), tl.load(floats + EPS))
+        r = tl.load(rows + top + row, mask=inside, other=0.0) * share
+        v = tl.fma(r, tl.load(columns + col, mask=inside, other=0.0), 1.2e-38)
+    return inverse_roots(v, 1.0, tl.load(floats + EPS))
 
 
 @triton.jit(do_not_specialize=["row", "start"])
@@ -76,7 +88,6 @@ def step_short(
     row,
     start,
     levels,
-    thresholds,
     bins,
     scratch,
     PARAMETER: tl.constexpr,
@@ -87,9 +98,12 @@ def step_short(
     EXACT: tl.constexpr,
     ALIGNED: tl.constexpr,
     STEPS: tl.constexpr,
+    NEAR: tl.constexpr,
+    DECAYS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Step BLOCKS whole blocks of at most WIDTH elements; EXACT: the period is WIDTH."""
-    piece, tile = find_piece(starts + start)
+    piece, group = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
     period = tl.load(words + PERIOD).to(tl.int32)
@@ -97,51 +111,61 @@ def step_short(
         period = WIDTH
     elif ALIGNED == 16:
         period = tl.multiple_of(period, 16)
-    first = tile.to(tl.int64) * BLOCKS
-    begin = first * period
-    block = first + tl.arange(0, BLOCKS)
-    lanes = tl.arange(0, WIDTH)
-    within = block < tl.load(words + COUNT)
-    segments = tl.arange(0, BLOCKS) * period
-    if ALIGNED == 16 and not EXACT:
-        segments = tl.multiple_of(segments, 16)
-    local = lanes[:, None] + segments[None, :]
-    inside = within[None, :] & (lanes < period)[:, None]
-    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
-    gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
-    indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED) + begin
-    parameters = address(words, PARAMETER, ALIGNED) + begin
-    magnitudes = address(words + MAGNITUDES, tl.float32, 1) + block
+    tiles = ((tl.load(words + COUNT) + BLOCKS - 1) // BLOCKS).to(tl.int32)
+    for step in range(0, tl.minimum(tiles - group * TILES, TILES)):
+        tile = group * TILES + step
+        first = tile.to(tl.int64) * BLOCKS
+        begin = first * period
+        block = first + tl.arange(0, BLOCKS)
+        lanes = tl.arange(0, WIDTH)
+        within = block < tl.load(words + COUNT)
+        segments = tl.arange(0, BLOCKS) * period
+        if ALIGNED == 16 and not EXACT:
+            segments = tl.multiple_of(segments, 16)
+        local = lanes[:, None] + segments[None, :]
+        inside = within[None, :] & (lanes < period)[:, None]
+        if EXACT and BLOCKS == 1:  # a program has no tile but whole ones
+            inside = tl.full([WIDTH, BLOCKS], True, tl.int1)
+        INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+        gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
+        indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED) + begin
+        parameters = address(words, PARAMETER, ALIGNED) + begin
+        magnitudes = address(words + MAGNITUDES, tl.float32, 1) + block
 
-    g = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
-    index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
-    p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-    magnitude = tl.load(magnitudes, mask=within, other=0.0)
+        g = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
+        index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
+        p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        magnitude = tl.load(magnitudes, mask=within, other=0.0)
 
-    m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT))
-    m = tl.where(inside, m, 0.0)
-    largest = tl.max(magnitude_bits(m), 0).to(tl.float32, bitcast=True)
-    scale, divisor, inverse = divisor_of(largest)
-    x = divided(m * scale[None, :], divisor[None, :], inverse[None, :])
-    index = nearest(x, thresholds, bins, STEPS)
-    tl.store(indices + local, index.to(tl.uint8), mask=inside)
-    tl.store(magnitudes, largest, mask=within)
-    m = tl.load(levels + index) * largest[None, :]
+        m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT), NEAR)
+        if not EXACT:
+            m = tl.where(inside, m, 0.0)
+        largest = tl.max(magnitude_bits(m), 0).to(tl.float32, bitcast=True)
+        scale, divisor, inverse = divisor_of(largest)
+        x = divided(m * scale[None, :], divisor[None, :], inverse[None, :])
+        index, level = nearest(x, levels, bins, STEPS)
+        tl.store(indices + local, index.to(tl.uint8), mask=inside)
+        tl.store(magnitudes, largest, mask=within)
+        rate = tl.load(floats + INVERSE1) * tl.load(floats + LR)
 
-    if MOMENT == BLOCK_MOMENT:
-        total = tl.sum(square(g, GRADIENT), 0)
-        moments = address(words + MOMENTS, tl.float32, 1) + block
-        v = tl.load(moments, mask=within, other=0.0)
-        v = averaged(v, block_mean(total, period, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
-        tl.store(moments, v, mask=within)
-        stepsize = stepsize_of(v, tl.load(floats + INVERSE2), tl.load(floats + INVERSE1), tl.load(floats + EPS))
-        update = m * stepsize[None, :]
-    elif MOMENT == ALONG_ROWS:
-        update = m * _factored_stepsize(words, floats, scratch, begin, segments, lanes, within, inside, MOMENT, ALIGNED, WIDTH >= 16)
-    else:
-        update = m * _factored_stepsize(words, floats, scratch, begin, local, lanes, within, inside, MOMENT, ALIGNED, False)
-    new = applied(p, update, tl.load(floats + DECAY), tl.load(floats + LR), PARAMETER)
-    tl.store(parameters + local, new, mask=inside)
+        if MOMENT == BLOCK_MOMENT:
+            total = tl.sum(square(g, GRADIENT), 0)
+            moments = address(words + MOMENTS, tl.float32, 1) + block
+            v = tl.load(moments, mask=within, other=0.0)
+            v = averaged(v, block_mean(total, period, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
+            tl.store(moments, v, mask=within)
+            stepsize = stepsize_of(v, tl.load(floats + INVERSE2), tl.load(floats + INVERSE1), tl.load(floats + EPS))
+            change = level * largest[None, :] * (stepsize * tl.load(floats + LR))[None, :]
+        elif MOMENT == ALONG_ROWS:
+            change = level * (largest * rate)[None, :] * _factored_inverse(
+                words, floats, scratch, begin, segments, lanes, within, inside, MOMENT, ALIGNED, WIDTH >= 16
+            )
+        else:
+            change = level * (largest * rate)[None, :] * _factored_inverse(
+                words, floats, scratch, begin, local, lanes, within, inside, MOMENT, ALIGNED, False
+            )
+        new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
+        tl.store(parameters + local, new, mask=inside)
 
 
 @triton.jit
@@ -171,33 +195,41 @@ def long_partials(
     row,
     start,
     levels,
-    thresholds,
     bins,
     scratch,
     GRADIENT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
     MOMENT: tl.constexpr,
+    EXACT: tl.constexpr,
     ALIGNED: tl.constexpr,
+    NEAR: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Of each segment of long blocks: the largest |m|, and the sum of g^2, into two slots of the scratch."""
-    piece, tile = find_piece(starts + start)
+    piece, group = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
-    segment, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
-    lanes = tl.arange(0, WIDTH)
-    inside = lanes[:, None] < filled[None, :]
-    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
-    local = lanes[:, None] + begin[None, :]
-    g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
-    index = tl.load(address(words + INDICES, tl.uint8, INDEX_ALIGNED) + local, mask=inside, other=0).to(tl.int32)
-    magnitude = tl.load(address(words + MAGNITUDES, tl.float32, 1) + block, mask=within, other=0.0)
-    m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT))
-    m = tl.where(inside, m, 0.0)
-    slots = scratch + tl.load(words + PARTIALS) + segment * 2
-    tl.store(slots, tl.max(magnitude_bits(m), 0).to(tl.float32, bitcast=True), mask=within)
-    if MOMENT == BLOCK_MOMENT:
-        tl.store(slots + 1, tl.sum(square(g, GRADIENT), 0), mask=within)
+    tiles = ((tl.load(words + COUNT) * (tl.load(words + SPLIT) >> 32) + BLOCKS - 1) // BLOCKS).to(tl.int32)
+    for step in range(0, tl.minimum(tiles - group * TILES, TILES)):
+        tile = group * TILES + step
+        segment, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
+        lanes = tl.arange(0, WIDTH)
+        inside = lanes[:, None] < filled[None, :]
+        if EXACT and BLOCKS == 1:
+            inside = tl.full([WIDTH, BLOCKS], True, tl.int1)
+        INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+        local = lanes[:, None] + begin[None, :]
+        g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
+        index = tl.load(address(words + INDICES, tl.uint8, INDEX_ALIGNED) + local, mask=inside, other=0).to(tl.int32)
+        magnitude = tl.load(address(words + MAGNITUDES, tl.float32, 1) + block, mask=within, other=0.0)
+        m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT), NEAR)
+        if not (EXACT and BLOCKS == 1):
+            m = tl.where(inside, m, 0.0)
+        slots = scratch + tl.load(words + PARTIALS) + segment * 2
+        tl.store(slots, tl.max(magnitude_bits(m), 0).to(tl.float32, bitcast=True), mask=within)
+        if MOMENT == BLOCK_MOMENT:
+            tl.store(slots + 1, tl.sum(square(g, GRADIENT), 0), mask=within)
 
 
 @triton.jit(do_not_specialize=["row", "start"])
@@ -208,7 +240,6 @@ def long_blocks(
     row,
     start,
     levels,
-    thresholds,
     bins,
     scratch,
     GRADIENT: tl.constexpr,
@@ -253,7 +284,6 @@ def step_long(
     row,
     start,
     levels,
-    thresholds,
     bins,
     scratch,
     PARAMETER: tl.constexpr,
@@ -261,45 +291,59 @@ def step_long(
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
     MOMENT: tl.constexpr,
+    EXACT: tl.constexpr,
     ALIGNED: tl.constexpr,
     STEPS: tl.constexpr,
+    NEAR: tl.constexpr,
+    DECAYS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Step segments of long blocks, whose magnitudes and second moments `long_blocks` has left in the scratch."""
-    piece, tile = find_piece(starts + start)
+    piece, group = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
-    _, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
-    lanes = tl.arange(0, WIDTH)
-    inside = lanes[:, None] < filled[None, :]
-    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
-    local = lanes[:, None] + begin[None, :]
-    indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED)
-    parameters = address(words, PARAMETER, ALIGNED)
-    g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
-    index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
-    p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-    results = scratch + tl.load(words + RESULTS) + block * 4
-    magnitude = tl.load(results, mask=within, other=0.0)
-    largest = tl.load(results + 1, mask=within, other=0.0)
-    m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT))
-    scale, divisor, inverse = divisor_of(largest)
-    x = divided(m * scale[None, :], divisor[None, :], inverse[None, :])
-    index = nearest(x, thresholds, bins, STEPS)
-    tl.store(indices + local, index.to(tl.uint8), mask=inside)
-    m = tl.load(levels + index) * largest[None, :]
-    if MOMENT == BLOCK_MOMENT:
-        update = m * tl.load(results + 2, mask=within, other=0.0)[None, :]
-    else:
-        origin = tl.min(tl.where(within, begin, 0x7FFFFFFFFFFFFFFF), 0)
-        near = (begin - origin).to(tl.int32)
-        if MOMENT == ALONG_ROWS:
-            near = tl.where(within, near, 0)
-            update = m * _factored_stepsize(words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True)
+    tiles = ((tl.load(words + COUNT) * (tl.load(words + SPLIT) >> 32) + BLOCKS - 1) // BLOCKS).to(tl.int32)
+    for step in range(0, tl.minimum(tiles - group * TILES, TILES)):
+        tile = group * TILES + step
+        _, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
+        lanes = tl.arange(0, WIDTH)
+        inside = lanes[:, None] < filled[None, :]
+        if EXACT and BLOCKS == 1:
+            inside = tl.full([WIDTH, BLOCKS], True, tl.int1)
+        INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+        local = lanes[:, None] + begin[None, :]
+        indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED)
+        parameters = address(words, PARAMETER, ALIGNED)
+        g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
+        index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
+        p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        results = scratch + tl.load(words + RESULTS) + block * 4
+        magnitude = tl.load(results, mask=within, other=0.0)
+        largest = tl.load(results + 1, mask=within, other=0.0)
+        m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT), NEAR)
+        scale, divisor, inverse = divisor_of(largest)
+        x = divided(m * scale[None, :], divisor[None, :], inverse[None, :])
+        index, level = nearest(x, levels, bins, STEPS)
+        tl.store(indices + local, index.to(tl.uint8), mask=inside)
+        rate = tl.load(floats + INVERSE1) * tl.load(floats + LR)
+        if MOMENT == BLOCK_MOMENT:
+            stepsize = tl.load(results + 2, mask=within, other=0.0)
+            change = level * largest[None, :] * (stepsize * tl.load(floats + LR))[None, :]
         else:
-            near = lanes[:, None] + tl.where(within, near, 0)[None, :]
-            update = m * _factored_stepsize(words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True)
-    new = applied(p, update, tl.load(floats + DECAY), tl.load(floats + LR), PARAMETER)
-    tl.store(parameters + local, new, mask=inside)
+            origin = tl.min(tl.where(within, begin, 0x7FFFFFFFFFFFFFFF), 0)
+            near = (begin - origin).to(tl.int32)
+            if MOMENT == ALONG_ROWS:
+                near = tl.where(within, near, 0)
+                change = level * (largest * rate)[None, :] * _factored_inverse(
+                    words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
+                )
+            else:
+                near = lanes[:, None] + tl.where(within, near, 0)[None, :]
+                change = level * (largest * rate)[None, :] * _factored_inverse(
+                    words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
+                )
+        new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
+        tl.store(parameters + local, new, mask=inside)
 
 
 @triton.jit(do_not_specialize=["row", "start"])
@@ -310,7 +354,6 @@ def step_single(
     row,
     start,
     levels,
-    thresholds,
     bins,
     scratch,
     PARAMETER: tl.constexpr,
@@ -319,41 +362,49 @@ def step_single(
     MOMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
     STEPS: tl.constexpr,
+    NEAR: tl.constexpr,
+    DECAYS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Step BLOCKS blocks of one element."""
-    piece, tile = find_piece(starts + start)
+    piece, group = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
-    begin = tile.to(tl.int64) * BLOCKS
-    local = tl.arange(0, BLOCKS)
-    count = tl.load(words + COUNT)
-    if ALIGNED == 16:
-        count = tl.multiple_of(count, 16)
-    inside = begin + local < count
-    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
-    gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
-    indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED) + begin
-    parameters = address(words, PARAMETER, ALIGNED) + begin
-    magnitudes = address(words + MAGNITUDES, tl.float32, 4) + begin
-    g = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
-    index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
-    magnitude = tl.load(magnitudes + local, mask=inside, other=0.0)
-    m = lerp(tl.load(levels + index) * magnitude, g, tl.load(floats + WEIGHT))
-    largest = tl.abs(m)
-    x = tl.where(m > 0.0, 1.0, tl.where(m < 0.0, -1.0, 0.0))
-    index = nearest(x, thresholds, bins, STEPS)
-    tl.store(indices + local, index.to(tl.uint8), mask=inside)
-    tl.store(magnitudes + local, largest, mask=inside)
-    m = tl.load(levels + index) * largest
-    if MOMENT == BLOCK_MOMENT:
-        moments = address(words + MOMENTS, tl.float32, 4) + begin
-        v = tl.load(moments + local, mask=inside, other=0.0)
-        v = averaged(v, square(g, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
-        tl.store(moments + local, v, mask=inside)
-        scale = tl.load(floats + INVERSE2)
-        update = m * stepsizes(v, scale, tl.load(floats + INVERSE1), tl.load(floats + EPS))
-    else:
-        update = m * _factored_stepsize(words, floats, scratch, begin, local, local, inside, inside, ANYWHERE, ALIGNED, False)
-    p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-    new = applied(p, update, tl.load(floats + DECAY), tl.load(floats + LR), PARAMETER)
-    tl.store(parameters + local, new, mask=inside)
+    tiles = ((tl.load(words + COUNT) + BLOCKS - 1) // BLOCKS).to(tl.int32)
+    for step in range(0, tl.minimum(tiles - group * TILES, TILES)):
+        tile = group * TILES + step
+        begin = tile.to(tl.int64) * BLOCKS
+        local = tl.arange(0, BLOCKS)
+        count = tl.load(words + COUNT)
+        if ALIGNED == 16:
+            count = tl.multiple_of(count, 16)
+        inside = begin + local < count
+        INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+        gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
+        indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED) + begin
+        parameters = address(words, PARAMETER, ALIGNED) + begin
+        magnitudes = address(words + MAGNITUDES, tl.float32, 4) + begin
+        g = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
+        index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
+        magnitude = tl.load(magnitudes + local, mask=inside, other=0.0)
+        m = lerp(tl.load(levels + index) * magnitude, g, tl.load(floats + WEIGHT), NEAR)
+        largest = tl.abs(m)
+        x = tl.where(m > 0.0, 1.0, tl.where(m < 0.0, -1.0, 0.0))
+        index, level = nearest(x, levels, bins, STEPS)
+        tl.store(indices + local, index.to(tl.uint8), mask=inside)
+        tl.store(magnitudes + local, largest, mask=inside)
+        rate = tl.load(floats + INVERSE1) * tl.load(floats + LR)
+        if MOMENT == BLOCK_MOMENT:
+            moments = address(words + MOMENTS, tl.float32, 4) + begin
+            v = tl.load(moments + local, mask=inside, other=0.0)
+            v = averaged(v, square(g, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
+            tl.store(moments + local, v, mask=inside)
+            scale = tl.load(floats + INVERSE2)
+            change = level * largest * rate * inverse_roots(tl.maximum(v, 1.2e-38), scale, tl.load(floats + EPS))
+        else:
+            change = level * (largest * rate) * _factored_inverse(
+                words, floats, scratch, begin, local, local, inside, inside, ANYWHERE, ALIGNED, False
+            )
+        p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
+        tl.store(parameters + local, new, mask=inside)

@@ -20,6 +20,7 @@ class Kernel:
     """A Triton kernel, compiled once for each choice of constants; `launches` counts its starts."""
 
     launches = 0
+    options: dict[str, Any] = {"maxnreg": 64}
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -33,11 +34,11 @@ class Kernel:
         The kernel's parameters are the `buffers`, the `numbers` and the `constants`, in the order of `self.order`.
         """
         Kernel.launches += 1
-        key = (constants, warps, buffers[0].device)
+        key = (constants, warps, buffers[0].device, *Kernel.options.items())
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._function[(programs,)](
-                *_interleaved(buffers, numbers), *constants, num_warps=warps, enable_fp_fusion=False
+                *_interleaved(buffers, numbers), *constants, num_warps=warps, enable_fp_fusion=False, **Kernel.options
             )
             if not INTERPRETED.value:
                 self._compiled[key] = compiled

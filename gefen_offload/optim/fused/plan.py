@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-TILE = 4096  # elements of a program, where a block is not longer
+TILE = 2048  # elements of a program, where a block is not longer
+FACTOR_TILE = 4096  # elements that a program squares at once, for row and column sums
 LONGEST_SHORT = 8192  # the longest block that one program holds in registers
 ELEMENTS_PER_WARP = 512
+TILES = 4  # of a program, one after the other
 SHORTEST_ALONG = 256  # segments of long blocks are cut to fit in matrix rows if they stay this long
 
 BLOCK_MOMENT, ALONG_ROWS, ANYWHERE = 0, 1, 2
@@ -73,7 +75,7 @@ def plan_blocks(period: int, cols: int) -> BlockPlan:
 def plan_factors(rows: int, cols: int) -> FactorPlan:
     """The plan of a matrix's row and column sums."""
     width = min(256, max(16, _power_above(cols)))
-    height = TILE // width
+    height = FACTOR_TILE // width
     strip = 16 * height
     while -(-rows // strip) > 256:
         strip *= 2

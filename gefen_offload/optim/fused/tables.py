@@ -15,45 +15,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CELLS = 4097  # of width 1/2048, the first and the last centred on -1 and 1
+CELLS = 2**13  # of width 1/2048, of which 4097 are used: the first centred on -1, the last on 1
+THRESHOLDS = 264  # where they begin in a table of levels
 MOST_STEPS = 4
 
-_HALVES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class LevelTables:
-    """Device copies: the levels rounded to each gradient dtype, the thresholds, and how many lie below each cell.
+    """Device copies, float32: for each gradient dtype the levels rounded to it, the last one repeated, and from
+    `THRESHOLDS` on the thresholds, infinity after the last; and how many thresholds lie below each cell, uint8.
 
     `steps` is the most thresholds of one cell, or 0 where there are too many to compare with one after the other.
     """
 
     levels: dict[torch.dtype, Tensor]
-    thresholds: Tensor
     cells: Tensor
     steps: int
 
 
 def build_tables(levels: Tensor) -> LevelTables:
     """The tables of a codebook, float32 (256,), ascending. Reads it on the host, so it waits for the device."""
-    bounds = thresholds_of(levels.detach().cpu().numpy())
+    host = levels.detach().cpu()
+    bounds = thresholds_of(host.numpy())
     cells = cell_of(bounds)
     below = np.searchsorted(cells, np.arange(CELLS), side="left").astype(np.uint8)
     most = int(np.bincount(cells, minlength=CELLS).max())
-    padded = np.full(256 + MOST_STEPS, np.inf, dtype=np.float32)
-    padded[: len(bounds)] = bounds
-    device = levels.device
-    return LevelTables(
-        levels={dtype: levels.to(dtype).to(torch.float32).contiguous() for dtype in _HALVES},
-        thresholds=torch.from_numpy(padded).to(device),
-        cells=torch.from_numpy(below).to(device),
-        steps=most if most <= MOST_STEPS else 0,
-    )
+    tables = {}
+    for dtype in _DTYPES:
+        table = torch.full((2 * THRESHOLDS,), torch.inf)
+        table[:256] = host.to(dtype)
+        table[256:THRESHOLDS] = table[255].item()
+        table[THRESHOLDS : THRESHOLDS + len(bounds)] = torch.from_numpy(bounds)
+        tables[dtype] = table.to(levels.device)
+    return LevelTables(tables, torch.from_numpy(below).to(levels.device), most if most <= MOST_STEPS else 0)
 
 
 def cell_of(x: Any) -> Any:
     """The cell of each float32 x of [-1, 1], as the kernels compute it."""
-    return np.clip((x * np.float32(2048) + np.float32(2048.5)).astype(np.int32), 0, CELLS - 1)
+    return (x * np.float32(2048) + np.float32(8390656)).astype(np.float32).view(np.int32) & (CELLS - 1)
 
 
 def thresholds_of(levels: Any) -> Any:

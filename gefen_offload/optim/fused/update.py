@@ -15,21 +15,20 @@ import torch
 
 from torch import Tensor
 
-from gefen_offload.optim.fused import factors, kernels
-from gefen_offload.optim.fused.describe import DTYPES, ROW_WORDS, Description, FactorKind, Group, StepKind
+from gefen_offload.optim.fused import factors, kernels, plan
+from gefen_offload.optim.fused.describe import DTYPES, ROW_WORDS, Description, FactorKind, Group, Outlines, StepKind
 from gefen_offload.optim.fused.launch import Kernel, Scratch, Table
 from gefen_offload.optim.fused.tables import LevelTables, build_tables
 from gefen_offload.optim.update import plain_update
 from gefen_offload.optim.work import StagedPiece
 
 
-
 PIECES = 256  # of one launch
-SCRATCH_FLOATS = 2**22  # what has been described is launched before its sums take much more than this
+SCRATCH_FLOATS = 2**23  # what has been described is launched before its sums take much more than this
 FIRST_FLUSH = 2**26  # elements described before the first launches; doubled each time: the device starts early
 TABLES = 8  # calls that may be under way at once
 
-_NEVER = 0x7FFFFFFF
+_NEVERS = array("i", [0x7FFFFFFF] * PIECES)
 
 _square_partials = Kernel(factors.square_partials)
 _finish_rows = Kernel(factors.finish_rows)
@@ -49,7 +48,8 @@ class FusedUpdate:
         self._cuda = device.type == "cuda"
         self._tables = [Table(device) for _ in range(TABLES)]
         self._turn = 0
-        self._scratch = Scratch(device, SCRATCH_FLOATS)
+        self._scratch = Scratch(device, 2**18)
+        self._outlines: Outlines = {}
         self._levels: Tensor | None = None
         self._level_tables: LevelTables | None = None
         self._stream = 0
@@ -73,7 +73,7 @@ class FusedUpdate:
             self._levels, self._level_tables = levels, build_tables(levels)
         plain = []
         limit = FIRST_FLUSH
-        description = Description(self._scratch)
+        description = Description(self._scratch, self._outlines)
         for piece in staged:
             work = piece.piece.work
             if work.parameter.dtype not in DTYPES or work.gradient.dtype not in DTYPES:
@@ -82,7 +82,7 @@ class FusedUpdate:
             description.add(piece)
             if description.elements >= limit or self._scratch.used >= SCRATCH_FLOATS:
                 self._launch(description, self._level_tables)
-                description = Description(self._scratch)
+                description = Description(self._scratch, self._outlines)
                 limit *= 2
         self._launch(description, self._level_tables)
         if plain:
@@ -107,8 +107,7 @@ class FusedUpdate:
         for kind, group in description.factors.items():
             launches.add(kind, group)
         for kind, group in description.steps.items():
-            if isinstance(kind, StepKind):
-                launches.add(kind, group)
+            launches.add(kind, group)
         table.upload(launches.content())
         for kind, numbers, programs, warps in launches.calls():
             if isinstance(kind, FactorKind):
@@ -141,7 +140,6 @@ class FusedUpdate:
         buffers = (
             *table.buffers,
             levels.levels[kind.gradient],
-            levels.thresholds,
             levels.cells,
             self._scratch.tensor,
         )
@@ -149,15 +147,15 @@ class FusedUpdate:
         shape = (kind.width, kind.blocks, kind.moment)
         if kind.width == 1:
             moment = min(kind.moment, 1)
-            constants = (parameter, gradient, kind.blocks, moment, kind.aligned, levels.steps)
+            constants = (parameter, gradient, kind.blocks, moment, kind.aligned, levels.steps, kind.near, kind.decays, plan.TILES)
             _step_single(programs[0], buffers, numbers[0], constants, warps)
         elif not kind.long:
-            constants = (parameter, gradient, *shape, kind.exact, kind.aligned, levels.steps)
+            constants = (parameter, gradient, *shape, kind.exact, kind.aligned, levels.steps, kind.near, kind.decays, plan.TILES)
             _step_short(programs[0], buffers, numbers[0], constants, warps)
         else:
-            _long_partials(programs[0], buffers, numbers[0], (gradient, *shape, kind.aligned), warps)
+            _long_partials(programs[0], buffers, numbers[0], (gradient, *shape, kind.exact, kind.aligned, kind.near, plan.TILES), warps)
             _long_blocks(programs[1], buffers, numbers[1], (gradient, kind.moment, 1024), 4)
-            constants = (parameter, gradient, *shape, kind.aligned, levels.steps)
+            constants = (parameter, gradient, *shape, kind.exact, kind.aligned, levels.steps, kind.near, kind.decays, plan.TILES)
             _step_long(programs[0], buffers, numbers[0], constants, warps)
 
 
@@ -178,7 +176,7 @@ class _Launches:
                 sums = list(accumulate(counts, initial=0))
                 totals.append(sums.pop())
                 self._starts.extend(sums)
-                self._starts.extend([_NEVER] * (PIECES - len(sums)))
+                self._starts.extend(_NEVERS[len(sums) :])
             self._calls.append((kind, len(self._rows), begins, totals, group.warps))
             self._rows += rows
 

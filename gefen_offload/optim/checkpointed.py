@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -79,6 +80,12 @@ class Checkpointed(StateOffloadMixin, Optimizer):
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
+        self._stage_load(state_dict)()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _stage_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Check a checkpoint and copy what it holds; calling what this returns commits it, and cannot fail."""
         loaded = checkpoint.read(state_dict, self._expected())
         parameters = [p for group in self.param_groups for p in group["params"]]
         placed = self._place_state(
@@ -94,10 +101,12 @@ class Checkpointed(StateOffloadMixin, Optimizer):
         codebook, device = loaded.header.codebook, parameters[0].device if parameters else torch.device("cpu")
         levels = Levels(None if codebook is None else codebook.to(device, copy=True))
         global_step = self._counters_on(device, {"step": loaded.header.global_step})["step"]
-        self.__dict__.update(state=states, param_groups=groups, _levels=levels, _global_step=global_step)
-        self._committed_load()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+
+        def commit() -> None:
+            self.__dict__.update(state=states, param_groups=groups, _levels=levels, _global_step=global_step)
+            self._committed_load()
+
+        return commit
 
     def _header(self) -> checkpoint.Header:
         return checkpoint.Header(self._levels.tensor, int(self._global_step))

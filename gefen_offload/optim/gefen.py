@@ -57,6 +57,10 @@ class Gefen(Checkpointed):
     `period_one_substrings` (found in a name, in any case) give those parameters blocks of one element. `verbose` prints
     each period found.
 
+    On the first step with a gradient each parameter gets its period, and all share the codebook learnt then; a first
+    step of zeros, as some wrappers take, leaves the codebook to the next. Sharded parameters (FSDP2) are stepped shard by
+    shard with the block second moment, and `state_dict()` is then of this rank and loads on the same topology only.
+
     The constructor raises a ValueError or TypeError naming the option or the parameter that is wrong.
     """
 

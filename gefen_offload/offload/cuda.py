@@ -48,8 +48,8 @@ class CudaAccelerator:
         return cast(Stream, torch.cuda.current_stream(self.device))
 
     def new_stream(self) -> Stream:
-        """A stream from torch's pool."""
-        return cast(Stream, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        """A stream of the high-priority pool, which callers and NCCL rarely draw from."""
+        return cast(Stream, torch.cuda.Stream(self.device, priority=-1))  # type: ignore[no-untyped-call]
 
     def new_event(self, *, timing: bool = False) -> Event:
         """An event, not yet recorded."""

@@ -263,9 +263,14 @@ class GefenMuon(Gefen):
     def _updater_for(self, device: torch.device) -> Callable[[Sequence[StagedPiece], Tensor], None]:
         return muon_update
 
+    def _period_of(self, item: Graded) -> int:
+        return super()._period_of(item) if item.gradient.numel() else 1
+
     def _next_levels(self, graded: Sequence[Graded], periods: dict[Tensor, int]) -> Levels | None:
-        if any(item.gradient.numel() for item in graded):
-            return super()._next_levels(graded, periods)
+        """As in `Gefen`; a rank whose shards have no element takes a blank codebook."""
+        filled = [item for item in graded if item.gradient.numel()]
+        if filled:
+            return super()._next_levels(filled, periods)
         return None if self._levels.tensor is not None else _blank_levels(graded[0].parameter.device)
 
     # --- checkpoints, and where the state lives ---

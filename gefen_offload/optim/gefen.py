@@ -58,8 +58,8 @@ class Gefen(Checkpointed):
     each period found.
 
     On the first step with a gradient each parameter gets its period, and all share the codebook learnt then; a first
-    step of zeros, as some wrappers take, leaves the codebook to the next. Sharded parameters (FSDP2) are stepped shard by
-    shard with the block second moment, and `state_dict()` is then of this rank and loads on the same topology only.
+    step of zeros, as some wrappers take, leaves the codebook to the next. Sharded parameters (FSDP2) are stepped shard
+    by shard with the block second moment, and `state_dict()` is then of this rank and loads on the same topology only.
 
     The constructor raises a ValueError or TypeError naming the option or the parameter that is wrong.
     """
@@ -220,12 +220,16 @@ class Gefen(Checkpointed):
         if gradient is None or gradient.layout is not torch.strided or gradient.is_complex():
             raise RuntimeError(f"{name} has a sparse or complex gradient; Gefen takes dense real ones")
         sharded = is_sharded(key)
+        parameter = key
         if sharded:
-            key_local, gradient = local_of(key), local_of(gradient)
-        else:
-            key_local = key
+            parameter, gradient = local_of(key), local_of(gradient)
+            if parameter.shape != gradient.shape:
+                shapes = f"{tuple(gradient.shape)}, the parameter's of {tuple(parameter.shape)}"
+                raise RuntimeError(
+                    f"this rank's shard of the gradient of {name} is of shape {shapes}: place them alike"
+                )
         factored = self._factored_v_2d and not sharded and key.dim() == 2
-        return Graded(key, key_local, gradient.reshape(-1), group, state, name, factored)
+        return Graded(key, parameter, gradient.reshape(-1), group, state, name, factored)
 
     def _works(self, graded: Sequence[Graded]) -> list[Work]:
         """What the update works on; parameters of one group and one age share their scalars."""
@@ -373,7 +377,7 @@ class Gefen(Checkpointed):
         return bool(self._refresh_every and self._global_step and self._global_step % self._refresh_every == 0)
 
     def _next_levels(self, graded: Sequence[Graded], periods: dict[Tensor, int]) -> Levels | None:
-        """The codebook learnt from the current gradients, if this step learns one."""
+        """The codebook learnt from the current gradients, if this step learns one; none is replaced by a blank one."""
         if self._levels.learnt and not self._refresh_due():
             return None
         if self._levels.tensor is None:
@@ -381,12 +385,15 @@ class Gefen(Checkpointed):
         tensor = self._learning.codebook(
             [(item.gradient, periods.get(item.key) or item.state["automatic_period"]) for item in graded]
         )
+        levels = Levels(tensor.to(graded[0].parameter.device))
+        if levels.blank and self._levels.tensor is not None:
+            return None
         self._say(f"codebook learnt from {sum(item.gradient.numel() for item in graded)} elements")
-        return Levels(tensor.to(graded[0].parameter.device))
+        return levels
 
     def _remap_to(self, levels: Levels) -> Callable[[], None] | None:
         """What re-quantises every stored index from the present codebook to `levels`, with nothing left to allocate."""
-        if not self._levels.learnt or self._levels.tensor is None or levels.tensor is None:
+        if self._levels.tensor is None or levels.tensor is None:
             return None
         self._guard_read()
         table = requantise_map(self._levels.tensor, levels.tensor)

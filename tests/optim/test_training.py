@@ -152,6 +152,40 @@ def test_gradients_of_zero_do_not_spoil_the_codebook():
     assert differing(first.state_dict()["gefen_codebook"], second.state_dict()["gefen_codebook"]) is None
 
 
+def test_a_refresh_on_zeros_is_skipped():
+    """Gradients that are all zero teach nothing: the codebook and the momentum of a refresh step stay."""
+    tensors = parameters(shapes=[(16, 8), (24,)])
+    optimizer = Gefen(tensors, codebook_refresh_every=2)
+    for step in range(2):
+        set_gradients(tensors, step)
+        optimizer.step()
+    codebook = optimizer.state_dict()["gefen_codebook"].clone()
+    before = [tensor.detach().clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer.step()
+    assert differing(codebook, optimizer.state_dict()["gefen_codebook"]) is None
+    assert all((a != b).float().mean() > 0.9 for a, b in zip(before, tensors, strict=True))
+
+
+def test_a_blank_codebook_with_momentum_is_replaced():
+    """Loaded with a blank codebook, as gefen-x keeps after zeros, and momentum in it, the momentum is re-quantised."""
+    tensors = parameters(shapes=[(16, 8)])
+    optimizer = Gefen(tensors, lr=0.1)
+    tensors[0].grad = torch.zeros(16, 8)
+    optimizer.step()
+    saved = snapshot(optimizer.state_dict())
+    saved["state"][0]["m_codebook"].fill_(255)
+    saved["state"][0]["m_magnitude"].fill_(0.5)
+    optimizer.load_state_dict(saved)
+    set_gradients(tensors, 1)
+    tensors[0].grad *= 1e-6
+    optimizer.step()
+    state = optimizer.state[tensors[0]]
+    assert torch.allclose(state["m_magnitude"], torch.tensor(0.45), atol=1e-3)
+    assert (state["m_codebook"] > 250).all()
+
+
 def test_a_failing_refresh_changes_nothing(monkeypatch):
     """If the new codebook cannot be learnt, indices, magnitudes, codebook and parameters are bitwise as they were."""
     tensors = parameters(shapes=[(16, 8), (24,)])

@@ -172,7 +172,7 @@ class GefenMuonHybrid(Optimizer):
             after(self)
 
     def _check(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise where either side would refuse its part; changes nothing."""
+        """Raise where the whole does not fit, or the backup would refuse its part; changes nothing."""
         _check_layout(state_dict)
         saved = state_dict["backup_optimizer"]
         if saved != self.backup_optimizer:
@@ -180,15 +180,13 @@ class GefenMuonHybrid(Optimizer):
                 f"the checkpoint's backup_optimizer is {saved!r}, this optimizer's {self.backup_optimizer!r}: "
                 f"construct it with backup_optimizer={saved!r} to load it"
             )
-        sides = [(self.muon, "muon"), (self.backup, "backup")]
-        for child, name in sides:
+        for child, name in ((self.muon, "muon"), (self.backup, "backup")):
             if (state_dict[name] is None) != (child is None):
                 have, lack = "this optimizer", "the checkpoint"
                 have, lack = (lack, have) if child is None else (have, lack)
                 raise ValueError(f"{have} has a {name!r} part and {lack} has none: the models are split differently")
-        for child, name in sides:
-            if child is not None:
-                _check_part(child, state_dict[name])
+        if self.backup is not None:  # Muon loads first, and checks its part itself
+            _check_backup(self.backup, state_dict["backup"])
 
     # --- where the state lives ---
 
@@ -289,10 +287,8 @@ def _check_layout(state_dict: Mapping[str, Any]) -> None:
         raise ValueError(f"the checkpoint has an unknown entry {unknown[0]!r}")
 
 
-def _check_part(child: Optimizer, part: Mapping[str, Any]) -> None:
-    if isinstance(child, GefenMuon):
-        child.check_state_dict(part)
-    elif isinstance(child, Gefen):
-        checkpoint.read(part, child._expected())
+def _check_backup(backup: Gefen | AdamW, part: dict[str, Any]) -> None:
+    if isinstance(backup, Gefen):
+        checkpoint.read(part, backup._expected())
     else:
-        adamw.check_state_dict(part, child)
+        adamw.check_state_dict(part, backup)

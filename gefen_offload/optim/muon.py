@@ -284,11 +284,6 @@ class GefenMuon(Gefen):
         self._check_loaded_options(state_dict)
         super().load_state_dict(state_dict)
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise where `load_state_dict` would refuse; changes nothing."""
-        self._check_loaded_options(state_dict)
-        checkpoint.read(state_dict, self._expected())
-
     def _check_loaded_options(self, state_dict: Mapping[str, Any]) -> None:
         known = [self.defaults["ns_coefficients"], *(group["ns_coefficients"] for group in self.param_groups)]
         for index, group in enumerate(state_dict.get("param_groups", ())):

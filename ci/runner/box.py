@@ -17,7 +17,7 @@ def refusal(environ):
     event, ref = environ.get("GITHUB_EVENT_NAME", ""), environ.get("GITHUB_REF", "")
     repository, ours = environ.get("GITHUB_REPOSITORY", ""), environ.get("GEFEN_OFFLOAD_REPOSITORY", "")
     if not ours:
-        return "GEFEN_OFFLOAD_REPOSITORY is not set in the runner's .env: nothing may run until it names owner/repository"
+        return "GEFEN_OFFLOAD_REPOSITORY is not set in the runner's .env: no job runs until it names owner/repository"
     if repository != ours:
         return f"the job is of {repository or 'no repository'}, this box serves {ours}"
     if event not in ALLOWED:

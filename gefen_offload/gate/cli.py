@@ -75,6 +75,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         selftest=not arguments.no_selftest,
         performance=not arguments.without_performance,
     )
+    if arguments.run_dir and (Path(arguments.run_dir) / "sessions").exists():
+        print(f"gefen-offload gate run: {arguments.run_dir} already holds a run; name another folder", file=sys.stderr)
+        return USAGE
     if arguments.tests is None and arguments.mandatory is None and arguments.package is None:
         return run.own(the_checkout(), options)
     wrong = foreign_problem(arguments)

@@ -22,6 +22,7 @@ from pathlib import Path
 NEEDED = ("torch", "pytest")
 MINIMUM = (3, 10)
 MARKER = ".gefen-offload-environment"
+LOCK = ".gefen-offload-lock"
 BUILDING = "building"
 START = "import sys; sys.path[0] = sys.argv.pop(1); from gefen_offload.cli import main; sys.exit(main())"
 
@@ -55,10 +56,14 @@ def interpreter(root: Path) -> str:
     if all(importlib.util.find_spec(name) for name in NEEDED):
         return sys.executable
     constraints = root / "ci" / "constraints.txt"
-    for folder in places(root):
-        if complete(folder, constraints) or theirs(folder):
-            return str(folder / "bin" / "python")
-    folder = next(place for place in places(root) if writable(place))
+    for place in places(root):
+        if complete(place, constraints) or theirs(place):
+            return str(place / "bin" / "python")
+    folder = first_writable(root)
+    if folder is None:
+        raise NoInterpreterError(
+            f"none of these places can be written: {', '.join(map(str, places(root)))}; set GEFEN_OFFLOAD_VENV"
+        )
     with locked(folder):
         if not complete(folder, constraints):
             build(folder, constraints)
@@ -73,6 +78,11 @@ def places(root: Path) -> list[Path]:
     temporary = Path(tempfile.gettempdir()) / f"gefen_offload-{os.getuid()}"
     found = [Path(asked)] if asked else []
     return [*found, root / ".venv", cache / key, temporary / key]
+
+
+def first_writable(root: Path) -> Path | None:
+    """The first place in which an environment may be made."""
+    return next((place for place in places(root) if writable(place)), None)
 
 
 def complete(folder: Path, constraints: Path) -> bool:
@@ -101,9 +111,9 @@ def starts(folder: Path, code: str) -> bool:
 
 def writable(folder: Path) -> bool:
     """Whether an environment may be made here: the place can be written, and nothing of somebody else's is in it."""
-    if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
-        return False
     try:
+        if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
+            return False
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).open("a").close()
     except OSError:
@@ -119,7 +129,7 @@ def stamp(constraints: Path) -> str:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the place, so that two commands started together make it once."""
-    with (folder.parent / f"{folder.name}.lock").open("a") as lock:
+    with (folder / LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -127,7 +137,7 @@ def locked(folder: Path) -> Iterator[None]:
 def build(folder: Path, constraints: Path) -> None:
     """Make the environment, torch first: the build of torch decides what else is chosen."""
     for entry in folder.iterdir():
-        if entry.name != MARKER:
+        if entry.name not in (MARKER, LOCK):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     (folder / MARKER).write_text(BUILDING)
     say(f"making a Python environment in {folder} (once; some minutes)")
@@ -145,8 +155,7 @@ def make(folder: Path) -> None:
     with suppress(subprocess.CalledProcessError):
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True)
         return
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder)], check=True)
-    (folder / MARKER).write_text(BUILDING)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = str(folder / "bin" / "python")
     run_pip([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "pip"])
 

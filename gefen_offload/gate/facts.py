@@ -17,21 +17,22 @@ from gefen_offload.gate.checkout import Source
 from gefen_offload.ranks import inventory
 
 PROBE = """
-import json, sys
-import torch
-nccl = triton = None
+import importlib.metadata, importlib.util, json, pathlib, runpy, sys
+found = {"python": sys.version.split()[0], "torch": None}
+spec = importlib.util.find_spec("torch")
+if spec is not None and spec.origin:
+    version = runpy.run_path(str(pathlib.Path(spec.origin).with_name("version.py")))
+    found.update(torch=version["__version__"], cuda=version["cuda"])
+    if version["cuda"]:
+        import torch
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 try:
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-except Exception:
+    found["triton"] = importlib.metadata.version("triton")
+except importlib.metadata.PackageNotFoundError:
     pass
-try:
-    import triton as t
-    triton = t.__version__
-except ImportError:
-    pass
-print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl, "triton": triton,
-                  "python": sys.version.split()[0]}))
+print(json.dumps(found))
 """
+"""Reads versions without importing torch, except for a CUDA build, whose NCCL only torch can name."""
 
 
 @dataclass(frozen=True)

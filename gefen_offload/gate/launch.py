@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import os
 import signal
 import sys
 from pathlib import Path
@@ -30,7 +31,8 @@ def main() -> int:
     """Run pytest with the recorder; SIGUSR1 prints every thread's stack to the session's log."""
     del sys.path[0]
     record, nonce, package, _, *arguments = sys.argv[1:]
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    # pytest redirects standard error while a test runs; the stacks go to the log that was there before.
+    faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True, chain=False)
     import pytest
 
     recorder = recorder_module().Recorder(Path(record), nonce, package or None)

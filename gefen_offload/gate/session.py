@@ -26,6 +26,7 @@ SCRUBBED = (
 )
 """Variables that change what a session runs without standing in its command line."""
 POLL = 0.05
+KILL_PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,11 @@ def leftovers(nonce: str, grace: float) -> tuple[str, ...]:
     while (found := marked(nonce)) and time.monotonic() < deadline:
         time.sleep(POLL)
     for pid in found:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    deadline = time.monotonic() + KILL_PATIENCE
+    while found and marked(nonce) and time.monotonic() < deadline:
+        time.sleep(POLL)
     return tuple(f"process {pid}: {line}" for pid, line in sorted(found.items()))
 
 

@@ -38,10 +38,17 @@ def reasons(findings: Sequence[Finding]) -> list[str]:
     for reason, times in counts.most_common(MOST_REASONS):
         lines.append(f"{reason.name} x{times}: {reason.meaning}")
         for finding in [one for one in findings if one.reason is reason][:MOST_SUBJECTS]:
-            detail = (finding.detail.strip().splitlines() or [""])[-1][:160]
+            detail = gist(finding.detail)
             lines.append(f"    {finding.check}: {finding.subject}{' - ' if finding.subject and detail else ''}{detail}")
     hidden = len(counts) - MOST_REASONS
     return lines + ([f"and {hidden} more reasons in verdict.json"] if hidden > 0 else [])
+
+
+def gist(detail: str) -> str:
+    """One line of a detail: of a traceback the first that pytest marks as the error, else the last."""
+    lines = detail.strip().splitlines() or [""]
+    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return (marked or [lines[-1]])[0][:160]
 
 
 def text(verdict: Verdict, folder: str) -> str:

@@ -1,0 +1,149 @@
+"""The command line as a person or another project uses it, each command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from support.checkout import command
+
+SUITE = """
+def test_one():
+    assert 1 + 1 == 2
+
+def test_two():
+    assert {two}
+"""
+
+
+def project(folder, two="True", mandatory="test_it.py::test_one\ntest_it.py::test_two\n"):
+    """Another project's suite, with its mandatory list."""
+    (folder / "suite").mkdir()
+    (folder / "suite" / "test_it.py").write_text(SUITE.format(two=two))
+    (folder / "mandatory.txt").write_text(mandatory)
+    return folder
+
+
+def judge(folder, *more, run="run", **variables):
+    """``gate run`` on that project."""
+    arguments = ["--tests", str(folder / "suite"), "--mandatory", str(folder / "mandatory.txt")]
+    return command("gate", "run", *arguments, "--run-dir", str(folder / run), *more, cwd=folder, **variables)
+
+
+@pytest.mark.parametrize(
+    ("two", "mandatory", "code", "says"),
+    [
+        ("True", "test_it.py::test_one\ntest_it.py::test_two\n", 0, "PASS"),
+        ("False", "test_it.py::test_one\ntest_it.py::test_two\n", 1, "FAILED x1"),
+        ("False", "test_it.py::test_one\n", 1, "UNLISTED_FAILURE x1"),
+        ("True", "test_it.py::test_one\n", 0, "PASS"),
+        ("True", "test_it.py::test_three\n", 4, "MISSING x1"),
+        ("True", "", 4, "EMPTY_LIST x1"),
+        ("True", "test_it.py::test_one\ntest_it.py::test_one\n", 4, "LIST_EDITED x1"),
+    ],
+    ids=["pass", "fail", "fail-outside", "list-of-a-part", "missing", "empty-list", "listed-twice"],
+)
+def test_a_foreign_suite_is_judged(tmp_path, two, mandatory, code, says):
+    """Another project's suite gets the exit code and the reason that ours would get, and no release verdict."""
+    done = judge(project(tmp_path, two, mandatory))
+    assert done.returncode == code, done.stderr
+    assert says in done.stdout
+    assert "not a release verdict: another project's suite" in done.stdout.splitlines()[0]
+
+
+def test_a_deadline_ends_a_foreign_suite(tmp_path):
+    """--timeout is the session's deadline."""
+    folder = project(tmp_path, two="__import__('threading').Event().wait()")
+    done = judge(folder, "--timeout", "4")
+    assert done.returncode == 1
+    assert "DEADLINE x1" in done.stdout
+
+
+def test_a_foreign_package_must_be_the_one_imported(tmp_path):
+    """--package binds the verdict to the files of that package that the session really imported."""
+    folder = project(tmp_path, two="__import__('widget').answer() == 42")
+    (folder / "widget.py").write_text("def answer():\n    return 42\n")
+    passed = judge(folder, "--package", "widget", PYTHONPATH=str(folder))
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    (folder / "suite" / "widget.py").write_text("def answer():\n    return 42  # a copy\n")
+    (folder / "suite" / "conftest.py").write_text("import sys; sys.path.insert(0, __file__.rpartition('/')[0])\n")
+    shadowed = judge(folder, "--package", "widget", run="again", PYTHONPATH=str(folder))
+    assert shadowed.returncode == 4
+    assert "IMPORT_SHADOWED" in shadowed.stdout
+
+
+def test_the_run_directory_is_complete(tmp_path):
+    """Every promised file is there, and the step summary got the same words."""
+    folder = project(tmp_path)
+    judge(folder, GITHUB_STEP_SUMMARY=str(folder / "step.md"))
+    names = {path.name for path in (folder / "run").iterdir()}
+    promised = {
+        "facts.json",
+        "record.jsonl",
+        "verdict.json",
+        "summary.md",
+        "report.html",
+        "junit.xml",
+        "statement.json",
+    }
+    assert promised <= names
+    assert (folder / "step.md").read_text() == (folder / "run" / "summary.md").read_text()
+    assert "2 passed" in (folder / "run" / "sessions" / "suite.log").read_text()
+
+
+def test_a_kept_run_is_not_written_over(tmp_path):
+    """A second run into the same folder is refused: the first one's evidence stays what it was."""
+    folder = project(tmp_path)
+    judge(folder)
+    kept = (folder / "run" / "record.jsonl").read_bytes()
+    assert judge(folder).returncode == 2
+    assert (folder / "run" / "record.jsonl").read_bytes() == kept
+
+
+def test_show_decides_again(tmp_path):
+    """``gate show`` prints the kept verdict with its exit code, and notices a verdict, or a record, that was edited."""
+    folder = project(tmp_path, two="False")
+    judge(folder)
+    run = folder / "run"
+    assert command("gate", "show", str(run)).returncode == 1
+    verdict = json.loads((run / "verdict.json").read_text())
+    (run / "verdict.json").write_text(json.dumps({**verdict, "exit_code": 0, "findings": []}))
+    edited = command("gate", "show", str(run))
+    assert edited.returncode == 4
+    assert "does not follow from the evidence" in edited.stdout
+    record = run / "sessions" / "suite.jsonl"
+    record.write_text(record.read_text().replace("failed", "passed"))
+    assert "RECORD_EDITED" in command("gate", "show", str(run)).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("launch",),
+        ("gate",),
+        ("gate", "run", "--tests", "/no/such/folder", "--mandatory", "/no/such/file"),
+        ("gate", "run", "--tests", "."),
+        ("gate", "run", "--require", "gpu3"),
+        ("gate", "manifest"),
+        ("gate", "run", "--tests", ".", "--mandatory", "pyproject.toml", "--package", "no_such_package"),
+    ],
+    ids=["nothing", "unknown", "no-action", "no-folder", "half", "unknown-tier", "manifest-how", "no-package"],
+)
+def test_wrong_usage_is_exit_2(arguments):
+    """A command line that makes no sense ends with 2 and a sentence."""
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert done.stdout + done.stderr
+
+
+def test_show_of_nothing_is_incomplete_evidence(tmp_path):
+    """A folder that is no run directory has no verdict."""
+    assert command("gate", "show", str(tmp_path)).returncode == 4
+
+
+def test_doctor_names_the_tiers():
+    """``doctor`` says which tiers this machine can run."""
+    done = command("doctor", CUDA_VISIBLE_DEVICES="")
+    assert "can run: cpu, gloo2, gloo4" in done.stdout

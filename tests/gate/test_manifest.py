@@ -1,0 +1,95 @@
+"""The mandatory lists: written, read, damaged; tests that only parsing finds; what the check complains about."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from textwrap import dedent
+
+import pytest
+
+from gefen_offload.gate import manifest
+from gefen_offload.gate.manifest import Manifest
+from gefen_offload.gate.record import Exit, Session
+
+IDS = ("tests/test_a.py::test_one", "tests/test_a.py::test_two[x]")
+
+
+def collected(*tests):
+    """A collecting session that found these (id, tier) pairs."""
+    return Session("collect", Exit(0), collected=tuple(id for id, _ in tests), selected=tests, status=0)
+
+
+def test_a_written_list_reads_back():
+    """What update writes, read accepts, in order."""
+    text = manifest.render("gpu2", reversed(IDS))
+    assert manifest.parse(text, headed=True) == (IDS, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: text.replace(f"{IDS[0]}\n", ""), "says 2 ids"),
+        (lambda text: text.replace("test_two", "test_too"), "another digest"),
+        (lambda text: text + f"{IDS[0]}\n", "twice"),
+        (lambda text: "\n".join(IDS), "no line with its count"),
+    ],
+    ids=["line-gone", "line-changed", "line-doubled", "header-gone"],
+)
+def test_an_edited_list_is_noticed(change, says):
+    """A list that was changed by hand says what is wrong with it."""
+    assert says in manifest.parse(change(manifest.render("cpu", IDS)), headed=True)[1]
+
+
+def test_a_plain_list_is_enough_for_a_foreign_suite():
+    """Without a header, comments and blank lines are left out and nothing is wrong."""
+    assert manifest.parse("# ours\n\n" + "\n".join(IDS), headed=False) == (IDS, "")
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("def test_a(): ...\ndef test_a(): ...", ["test_a"]),
+        ("class TestA:\n    def test_b(self): ...\n    def test_b(self): ...", ["TestA::test_b"]),
+        ("if True:\n    def test_a(): ...\ndef test_a(): ...", ["test_a"]),
+        ("try:\n    def test_a(): ...\nexcept ImportError:\n    async def test_a(): ...", ["test_a"]),
+        ("class TestA: ...\nclass TestA: ...", ["TestA"]),
+        ("def test_a(): ...\nclass TestB:\n    def test_a(self): ...\ndef helper(): ...\ndef helper(): ...", []),
+    ],
+    ids=["functions", "methods", "under-if", "in-try", "classes", "different-scopes"],
+)
+def test_definitions_that_shadow(source, names):
+    """A test defined twice in one scope is found in any block, and the same name in another scope is no fault."""
+    assert manifest.defined_twice(ast.parse(dedent(source)).body) == names
+
+
+def test_lists_that_fit_draw_no_complaint(tmp_path):
+    """Lists that are exactly the collected tests are in order."""
+    found = collected((IDS[0], ("cpu",)), (IDS[1], ("gpu2",)))
+    lists = Manifest({"cpu": IDS[:1], "gpu2": IDS[1:]})
+    assert manifest.complaints(tmp_path, found, lists) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (collected((IDS[0], ("cpu",))), "listed in cpu.txt, not collected: tests/test_a.py::test_two[x]"),
+        (collected(*((id, ("cpu",)) for id in (*IDS, "new"))), "collected, not listed in cpu.txt: new"),
+        (collected((IDS[0], ("cpu",)), (IDS[1], ("cpu", "gpu2"))), "not in exactly one tier (cpu, gpu2)"),
+        (collected((IDS[0], ()), (IDS[1], ("cpu",))), "not in exactly one tier (none)"),
+        (collected(*((id, ("cpu",)) for id in (*IDS, "test_x[A100]"))), "names hardware: test_x[A100]"),
+        (collected(*((id, ("cpu",)) for id in (*IDS, IDS[0]))), "collected 2 times"),
+    ],
+    ids=["gone", "new", "two-tiers", "no-tier", "hardware", "doubled"],
+)
+def test_what_does_not_fit_is_named(found, says, tmp_path):
+    """Each way in which lists and tests differ is a line that names the test."""
+    assert any(says in line for line in manifest.complaints(tmp_path, found, Manifest({"cpu": IDS})))
+
+
+def test_what_cannot_be_collected_is_named(tmp_path):
+    """A collection error is a complaint with the error's own last line."""
+    found = collected(*((id, ("cpu",)) for id in IDS))
+    found = replace(found, collect_errors=(("tests/test_b.py", "failed", "Traceback\nImportError: no b"),))
+    lines = manifest.complaints(tmp_path, found, Manifest({"cpu": IDS}))
+    assert lines == ["collection failed: tests/test_b.py: ImportError: no b"]

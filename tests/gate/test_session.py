@@ -1,0 +1,133 @@
+"""A judged session: what reaches it, what its record holds, and what it may not leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gefen_offload.gate import session
+from gefen_offload.gate.record import Damage
+from gefen_offload.gate.selftest.case import IDS, Suite
+
+
+def test_the_record_holds_every_phase(tmp_path):
+    """Each test's three phases, its properties and the session's end are on record."""
+    done = Suite({"test_it.py": "def test_one(record_property):\n    record_property('trajectory', {'a': [1.5]})\n"})
+    found = done.session(tmp_path)
+    assert found.damage == ()
+    assert [(phase.when, phase.outcome) for phase in found.phases] == [
+        ("setup", "passed"),
+        ("call", "passed"),
+        ("teardown", "passed"),
+    ]
+    assert found.noted("trajectory") == [(IDS[0], {"a": [1.5]})]
+    assert (found.status, found.exit.code, found.exit.leftovers) == (0, 0, ())
+
+
+def test_the_environment_cannot_choose_the_tests(tmp_path, monkeypatch):
+    """PYTEST_ADDOPTS and PYTEST_PLUGINS of the caller do not reach the session."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing_is_called_this")
+    monkeypatch.setenv("PYTEST_PLUGINS", "no_such_plugin_anywhere")
+    assert [id for id, _ in Suite({}).session(tmp_path).selected] == list(IDS)
+
+
+def test_the_current_folder_is_not_on_the_path(tmp_path):
+    """Neither the folder that the session starts in nor the launcher's own is importable from."""
+    suite = Suite(
+        {
+            "test_it.py": """
+        import os, sys
+        def test_one():
+            assert os.getcwd() not in sys.path and "" not in sys.path
+            assert not any(os.path.exists(os.path.join(folder, "recorder.py")) for folder in sys.path)
+    """,
+            "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\n",
+        }
+    )
+    found = suite.session(tmp_path)
+    assert [phase.outcome for phase in found.phases] == ["passed"] * 3, found.phases[1].text
+
+
+def test_a_forked_child_writes_no_evidence(tmp_path):
+    """A child that goes on inside pytest after a fork leaves nothing in the record."""
+    found = Suite(
+        {
+            "test_it.py": """
+        import os
+        def test_one():
+            if os.fork() == 0:
+                return
+            os.wait()
+        def test_two():
+            pass
+    """
+        }
+    ).session(tmp_path)
+    assert found.damage == ()
+    assert len(found.phases) == 6
+
+
+def test_a_helper_in_a_session_of_its_own_is_found_and_ended(tmp_path):
+    """What a session leaves running is named with its command line and killed, however it detached."""
+    found = Suite(
+        {
+            "test_it.py": """
+        import subprocess
+        def test_one():
+            subprocess.Popen(["sleep", "1234"], start_new_session=True)
+    """
+        },
+        grace=0.2,
+    ).session(tmp_path)
+    assert len(found.exit.leftovers) == 1
+    assert "sleep 1234" in found.exit.leftovers[0]
+    pid = int(found.exit.leftovers[0].split()[1].rstrip(":"))
+    assert not alive(pid)
+
+
+def alive(pid):
+    """Whether a process still has a command line: one that waits to be reaped has none."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+def test_a_hang_leaves_its_stack(tmp_path):
+    """At the deadline the log holds the stack of the test that hung, and the record its name."""
+    found = Suite(
+        {
+            "test_it.py": """
+        import threading
+        def test_one():
+            threading.Event().wait()
+    """
+        },
+        timeout=4.0,
+    ).session(tmp_path)
+    assert found.exit.expired
+    assert [damage for damage, _ in found.damage] == [Damage.UNENDED]
+    assert found.started == (IDS[0],)
+    assert "in test_one" in (tmp_path / "cpu.log").read_text()
+
+
+def test_marks_add_up_in_a_session_within_a_session(tmp_path, monkeypatch):
+    """A session started from within a session carries both marks, so that the outer one finds what the inner left."""
+    monkeypatch.setenv(session.MARK, "outer")
+    plan = session.Plan("cpu", "python", tmp_path, (), 1.0)
+    assert session.environment(plan, "inner")[session.MARK] == "outer:inner"
+
+
+@pytest.mark.parametrize("line", ["not json", '{"chain": "x"}', "[]"], ids=["text", "no-body", "list"])
+def test_a_line_that_is_no_event_is_damage(tmp_path, line):
+    """Whatever stands in a record's line, reading it gives damage and no exception."""
+    suite = Suite({})
+    done = suite.session(tmp_path)
+    path = tmp_path / "cpu.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
+    again = session.read(path, "cpu", done.nonce, done.exit)
+    assert [damage for damage, _ in again.damage] == [Damage.EDITED]
+    assert json.loads(lines[0])["body"]

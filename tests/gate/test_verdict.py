@@ -1,0 +1,117 @@
+"""What the verdict says as a whole: headline, precedence, tiers that are due, and when it lets a wheel out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gefen_offload.gate.checkout import Source
+from gefen_offload.gate.reason import Finding, Reason, Status, worst
+from gefen_offload.gate.selftest.case import GPUS, MACHINE, released
+from gefen_offload.gate.selftest.evidence import before, listed
+from gefen_offload.gate.verdict import decide, due_tiers, possible
+
+
+@pytest.fixture
+def release(tmp_path):
+    return released(tmp_path)
+
+
+def without_gpus(release):
+    """The same release on a machine that has none, with the sessions that it can run."""
+    bare = before(gpus=())(release)
+    return replace(bare, record=tuple(s for s in release.record if s.tier in ("cpu", "gloo2")), baseline=None)
+
+
+def test_no_gpu_passes_and_says_so_first(release):
+    """Without GPUs the verdict passes, and its first line says that it is no release verdict, and why."""
+    verdict = without_gpus(release).verdict()
+    assert verdict.status is Status.PASS
+    assert not verdict.releasable
+    assert verdict.headline == "PASS (not a release verdict: 0 GPUs; not run: gpu1, gpu2)"
+    assert [row.tier for row in verdict.rows if row.check == "tests" and row.status is None] == ["gpu1", "gpu2"]
+
+
+def test_a_required_tier_that_cannot_run_is_exit_3(release):
+    """--require gpu2 on a machine without GPUs is an unfit box."""
+    verdict = listed(required=("gpu2",))(without_gpus(release)).verdict()
+    assert verdict.status == 3
+    assert [finding.reason for finding in verdict.findings] == [Reason.TIER_UNAVAILABLE]
+
+
+def test_allowed_dirt_passes_and_is_not_releasable(release):
+    """--allow-dirty judges an edited tree and never lets its wheel out."""
+    dirty = before(source=replace(release.before.source, dirty=(" M a.py",)))(release)
+    assert dirty.verdict().status is Status.UNFIT
+    verdict = listed(allow_dirty=True)(dirty).verdict()
+    assert (verdict.status, verdict.releasable) == (Status.PASS, False)
+    assert "uncommitted changes" in verdict.headline
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (Source("c" * 40, True, (), "d" * 64), "claimed"),
+        (Source(None, False, (), "d" * 64), "digest of its source"),
+    ],
+    ids=["claimed-commit", "no-commit"],
+)
+def test_a_copy_without_git_is_not_releasable(release, source, says):
+    """A claimed commit, or none, passes and is not releasable."""
+    verdict = before(source=source)(release).verdict()
+    assert (verdict.status, verdict.releasable) == (Status.PASS, False)
+    assert says in verdict.headline
+
+
+def test_part_of_the_tiers_is_not_releasable(release):
+    """Asking for some tiers only is said in the headline."""
+    part = listed(tiers=("cpu",))(release)
+    verdict = replace(part, record=tuple(s for s in release.record if s.tier in ("cpu", "performance"))).verdict()
+    assert verdict.status is Status.PASS
+    assert "not run: gloo2, gpu1, gpu2" in verdict.headline
+
+
+def test_performance_left_out_is_not_releasable(release):
+    """A run without the measurements passes and is not releasable."""
+    verdict = listed(performance=False)(replace(release, baseline=None)).verdict()
+    assert (verdict.status, verdict.releasable) == (Status.PASS, False)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "status"),
+    [
+        ((), 0),
+        ((Reason.SKIPPED,), 4),
+        ((Reason.SKIPPED, Reason.FOREIGN_PROCESS), 3),
+        ((Reason.SKIPPED, Reason.FOREIGN_PROCESS, Reason.FAILED), 1),
+    ],
+    ids=["none", "incomplete", "unfit", "failed"],
+)
+def test_the_worst_reason_decides(reasons, status):
+    """A known failure outweighs an unfit box, and that outweighs missing evidence."""
+    assert worst([Finding(reason, "cpu") for reason in reasons]) == status
+
+
+def test_tiers_follow_the_hardware():
+    """A tier is possible with its GPUs, gloo8 with eight cores."""
+    one = replace(MACHINE, gpus=GPUS[:1], cores=8)
+    assert [tier for tier in ("cpu", "gloo8", "gpu1", "gpu2") if possible(tier, one)] == ["cpu", "gloo8", "gpu1"]
+    assert not possible("gloo8", MACHINE)
+
+
+def test_only_listed_tiers_are_due(release):
+    """A tier without a list is not due."""
+    assert due_tiers(release.manifest, MACHINE) == ("cpu", "gloo2", "gpu1", "gpu2")
+
+
+def test_an_unfit_box_without_sessions_gets_no_further_reasons(release):
+    """A run that was refused before it began does not also complain that nothing ran."""
+    refused = replace(before(foreign=("process 7",))(release), record=())
+    assert {finding.reason for finding in refused.verdict().findings} == {Reason.FOREIGN_PROCESS}
+
+
+def test_deciding_twice_gives_the_same(release):
+    """The verdict is a function of its arguments."""
+    arguments = (release.manifest, release.record, release.before, release.after, release.baseline)
+    assert decide(*arguments) == decide(*arguments)

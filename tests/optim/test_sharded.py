@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gefen_offload import Gefen
@@ -216,3 +216,23 @@ def test_a_consolidated_state_dict_is_noticed(ranks):
     for message, difference in ranks.run(consolidated).values:
         assert "zero.optim.state_dict()" in message
         assert difference is None
+
+
+def placed_apart(context):
+    """Step a row-sharded parameter whose gradient is sharded by columns; what is said, and whether it changed."""
+    mesh = init_device_mesh("cpu", (context.world,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(4, 8), mesh, [Shard(1)])
+    try:
+        Gefen([("w", parameter)]).step()
+    except RuntimeError as error:
+        return str(error), bool((parameter.to_local() == 1).all())
+    return "stepped", False
+
+
+@pytest.mark.gloo2
+def test_a_gradient_placed_otherwise_is_refused(ranks):
+    """A shard of the gradient of another shape than the parameter's raises on every rank, and nothing changes."""
+    for message, unchanged in ranks.run(placed_apart).values:
+        assert "gradient of w is of shape (4, 4), the parameter's of (2, 8)" in message
+        assert unchanged

@@ -50,8 +50,9 @@ def _load_from_file(module: Module, verbosity: int) -> None:
         if module.rewritten:
             exec(_rewritten(Path(module.file), verbosity), loaded.__dict__)
         elif module.name == "__main__":
-            loaded.__dict__.update(__name__="__mp_main__", _ranks_loaded=True)
-            spec.loader.exec_module(loaded)
+            loaded.__dict__.update(__name__="__mp_main__", _ranks_loaded=True)  # so that its last lines do not run
+            sys.modules["__mp_main__"] = loaded
+            exec(compile(Path(module.file).read_bytes(), module.file, "exec", dont_inherit=True), loaded.__dict__)
         else:
             spec.loader.exec_module(loaded)
     except BaseException:

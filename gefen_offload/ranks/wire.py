@@ -120,6 +120,7 @@ def pack(value: Any, folder: Path) -> Payload:
 
 def unpack(payload: Payload) -> Any:
     """The value again; the payload's file, if any, is used up."""
+    sys.modules.setdefault("__mp_main__", sys.modules["__main__"])  # what a rank calls the main module of a program
     return pickle.loads(payload.read())
 
 

@@ -61,6 +61,7 @@ def test_a_failure_under_torchrun(tmp_path):
         ("waiting_peer", "first cause: rank 1 raised ValueError: only on rank 1"),
         ("hangs", "never entered all_reduce (number 1), where rank 0 waited: rank 1 (entered 0 before)"),
     ],
+    ids=["raises", "hangs"],
 )
 def test_a_stuck_rank_under_torchrun(tmp_path, name, cause):
     """A rank that is stuck cannot be replaced there: the run ends, and rank 0 has said why."""

@@ -27,7 +27,8 @@ class Case:
 
 def worker(context, case, tmp):
     assert isinstance(case, Case)
-    return case.name, context.digest(case.name), sorted(p.name for p in context.tmp_path.iterdir()), os.environ["FROM_TEST"]
+    files = sorted(p.name for p in context.tmp_path.iterdir())
+    return case.name, context.digest(case.name), files, os.environ["FROM_TEST"]
 
 @pytest.mark.gloo2
 @pytest.mark.parametrize("case", [Case("one"), Case("two")], ids=lambda c: c.name)

@@ -46,7 +46,7 @@ def address(word, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """float32 to DTYPE, to nearest even. The interpreter would truncate to bfloat16, so there the bits are rounded."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = bits.to(tl.float32, bitcast=True)
@@ -119,7 +119,7 @@ def nearest(x, levels, bins, STEPS: tl.constexpr):
 def block_mean(total, period, GRADIENT: tl.constexpr):
     """The mean of g^2 over blocks from its sum, rounded as the plain path rounds it."""
     mean = total * tl.div_rn(1.0, period.to(tl.float32))
-    if GRADIENT == tl.bfloat16:
+    if tl.bfloat16 == GRADIENT:
         mean = rounded(mean, tl.bfloat16).to(tl.float32)
     return mean
 
@@ -128,7 +128,7 @@ def block_mean(total, period, GRADIENT: tl.constexpr):
 def square(g, GRADIENT: tl.constexpr):
     """g^2 in float32, rounded to bfloat16 for a bfloat16 gradient."""
     squared = g * g
-    if GRADIENT == tl.bfloat16:
+    if tl.bfloat16 == GRADIENT:
         squared = rounded(squared, tl.bfloat16).to(tl.float32)
     return squared
 

@@ -83,7 +83,7 @@ def finish_rows(words, floats, starts, row, start, scratch):
     if fresh > 0:
         partials = scratch + tl.load(words + ROW_PARTIALS) + at
         total = tl.zeros([ROW_TILE], tl.float32)
-        for group in range(0, fresh):
+        for group in range(fresh):
             total += tl.load(partials + group * rows, mask=inside, other=0.0)
         r = averaged(r, total * tl.div_rn(1.0, cols.to(tl.float32)), tl.load(floats + BETA2), tl.load(floats + REST2))
         tl.store(averages, r, mask=inside)

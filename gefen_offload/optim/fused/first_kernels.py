@@ -83,7 +83,7 @@ def bin_counts(
     lanes = tl.arange(0, WIDTH)
     found = tl.zeros([BINS], tl.int32)
     padding = 0
-    for step in range(0, tiles):
+    for step in range(tiles):
         segment, block, begin, filled, within = _segments(words, group * TILES + step, WIDTH, BLOCKS, ALIGNED)
         inside = lanes[:, None] < filled[None, :]
         local = lanes[:, None] + begin[None, :]
@@ -134,7 +134,7 @@ def pair_sums(
     blocks = tl.arange(0, BLOCKS)
     if WIDTH == 1:
         x = tl.load(source + blocks, mask=first + blocks < count, other=0.0)
-        if SOURCE_TYPE == tl.float64:
+        if tl.float64 == SOURCE_TYPE:
             means = x
         else:
             x = x.to(tl.float32)

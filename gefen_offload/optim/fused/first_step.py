@@ -118,7 +118,7 @@ class FirstStep:
             sums.append(torch.cat([deviations.view(1), deviations.new_zeros(KEPT - 1)]))
             at[base] = (len(sums) - 1, 0, 1)
             period = 1
-        while doublings or divisor == base and period > 1:
+        while doublings or (divisor == base and period > 1):
             width = 1 << (period - 1).bit_length()
             blocks = max(1, TILE // width)
             levels = min(doublings, MOST_LEVELS, blocks.bit_length() - 1)

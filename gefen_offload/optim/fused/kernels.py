@@ -112,7 +112,7 @@ def step_short(
     elif ALIGNED == 16:
         period = tl.multiple_of(period, 16)
     tiles = ((tl.load(words + COUNT) + BLOCKS - 1) // BLOCKS).to(tl.int32)
-    for step in range(0, tl.minimum(tiles - group * TILES, TILES)):
+    for step in range(tl.minimum(tiles - group * TILES, TILES)):
         tile = group * TILES + step
         first = tile.to(tl.int64) * BLOCKS
         begin = first * period
@@ -157,12 +157,18 @@ def step_short(
             stepsize = stepsize_of(v, tl.load(floats + INVERSE2), tl.load(floats + INVERSE1), tl.load(floats + EPS))
             change = level * largest[None, :] * (stepsize * tl.load(floats + LR))[None, :]
         elif MOMENT == ALONG_ROWS:
-            change = level * (largest * rate)[None, :] * _factored_inverse(
-                words, floats, scratch, begin, segments, lanes, within, inside, MOMENT, ALIGNED, WIDTH >= 16
+            change = (
+                level
+                * (largest * rate)[None, :]
+                * _factored_inverse(
+                    words, floats, scratch, begin, segments, lanes, within, inside, MOMENT, ALIGNED, WIDTH >= 16
+                )
             )
         else:
-            change = level * (largest * rate)[None, :] * _factored_inverse(
-                words, floats, scratch, begin, local, lanes, within, inside, MOMENT, ALIGNED, False
+            change = (
+                level
+                * (largest * rate)[None, :]
+                * _factored_inverse(words, floats, scratch, begin, local, lanes, within, inside, MOMENT, ALIGNED, False)
             )
         new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
         tl.store(parameters + local, new, mask=inside)
@@ -211,7 +217,7 @@ def long_partials(
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
     tiles = ((tl.load(words + COUNT) * (tl.load(words + SPLIT) >> 32) + BLOCKS - 1) // BLOCKS).to(tl.int32)
-    for step in range(0, tl.minimum(tiles - group * TILES, TILES)):
+    for step in range(tl.minimum(tiles - group * TILES, TILES)):
         tile = group * TILES + step
         segment, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
         lanes = tl.arange(0, WIDTH)
@@ -303,7 +309,7 @@ def step_long(
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
     tiles = ((tl.load(words + COUNT) * (tl.load(words + SPLIT) >> 32) + BLOCKS - 1) // BLOCKS).to(tl.int32)
-    for step in range(0, tl.minimum(tiles - group * TILES, TILES)):
+    for step in range(tl.minimum(tiles - group * TILES, TILES)):
         tile = group * TILES + step
         _, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
         lanes = tl.arange(0, WIDTH)
@@ -334,13 +340,21 @@ def step_long(
             near = (begin - origin).to(tl.int32)
             if MOMENT == ALONG_ROWS:
                 near = tl.where(within, near, 0)
-                change = level * (largest * rate)[None, :] * _factored_inverse(
-                    words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
+                change = (
+                    level
+                    * (largest * rate)[None, :]
+                    * _factored_inverse(
+                        words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
+                    )
                 )
             else:
                 near = lanes[:, None] + tl.where(within, near, 0)[None, :]
-                change = level * (largest * rate)[None, :] * _factored_inverse(
-                    words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
+                change = (
+                    level
+                    * (largest * rate)[None, :]
+                    * _factored_inverse(
+                        words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
+                    )
                 )
         new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
         tl.store(parameters + local, new, mask=inside)
@@ -371,7 +385,7 @@ def step_single(
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
     tiles = ((tl.load(words + COUNT) + BLOCKS - 1) // BLOCKS).to(tl.int32)
-    for step in range(0, tl.minimum(tiles - group * TILES, TILES)):
+    for step in range(tl.minimum(tiles - group * TILES, TILES)):
         tile = group * TILES + step
         begin = tile.to(tl.int64) * BLOCKS
         local = tl.arange(0, BLOCKS)
@@ -402,8 +416,12 @@ def step_single(
             scale = tl.load(floats + INVERSE2)
             change = level * largest * rate * inverse_roots(tl.maximum(v, 1.2e-38), scale, tl.load(floats + EPS))
         else:
-            change = level * (largest * rate) * _factored_inverse(
-                words, floats, scratch, begin, local, local, inside, inside, ANYWHERE, ALIGNED, False
+            change = (
+                level
+                * (largest * rate)
+                * _factored_inverse(
+                    words, floats, scratch, begin, local, local, inside, inside, ANYWHERE, ALIGNED, False
+                )
             )
         p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
         new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)

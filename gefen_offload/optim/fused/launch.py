@@ -20,10 +20,11 @@ class Kernel:
     """A Triton kernel, compiled once for each choice of constants; `launches` counts its starts."""
 
     launches = 0
-    options: dict[str, Any] = {"maxnreg": 64}
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, registers: int | None = None) -> None:
+        """`registers` bounds those of a thread, so that more programs share a multiprocessor."""
         self._function = function
+        self.registers = registers
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -34,11 +35,11 @@ class Kernel:
         The kernel's parameters are the `buffers`, the `numbers` and the `constants`, in the order of `self.order`.
         """
         Kernel.launches += 1
-        key = (constants, warps, buffers[0].device, *Kernel.options.items())
+        key = (constants, warps, self.registers, buffers[0].device)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._function[(programs,)](
-                *_interleaved(buffers, numbers), *constants, num_warps=warps, enable_fp_fusion=False, **Kernel.options
+                *_interleaved(buffers, numbers), *constants, num_warps=warps, enable_fp_fusion=False, **({} if self.registers is None else {"maxnreg": self.registers})
             )
             if not INTERPRETED.value:
                 self._compiled[key] = compiled

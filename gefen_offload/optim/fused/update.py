@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-
 from torch import Tensor
 
 from gefen_offload.optim.fused import factors, kernels, plan
@@ -22,7 +21,6 @@ from gefen_offload.optim.fused.tables import LevelTables, build_tables
 from gefen_offload.optim.update import plain_update
 from gefen_offload.optim.work import StagedPiece
 
-
 PIECES = 256  # of one launch
 SCRATCH_FLOATS = 2**23  # what has been described is launched before its sums take much more than this
 FIRST_FLUSH = 2**26  # elements described before the first launches; doubled each time: the device starts early
@@ -30,14 +28,14 @@ TABLES = 8  # calls that may be under way at once
 
 _NEVERS = array("i", [0x7FFFFFFF] * PIECES)
 
-_square_partials = Kernel(factors.square_partials)
-_finish_rows = Kernel(factors.finish_rows)
-_finish_columns = Kernel(factors.finish_columns)
-_step_single = Kernel(kernels.step_single)
-_step_short = Kernel(kernels.step_short)
-_long_partials = Kernel(kernels.long_partials)
-_long_blocks = Kernel(kernels.long_blocks)
-_step_long = Kernel(kernels.step_long)
+_square_partials = Kernel(factors.square_partials, 80)
+_finish_rows = Kernel(factors.finish_rows, 80)
+_finish_columns = Kernel(factors.finish_columns, 80)
+_step_single = Kernel(kernels.step_single, 64)
+_step_short = Kernel(kernels.step_short, 64)
+_long_partials = Kernel(kernels.long_partials, 64)
+_long_blocks = Kernel(kernels.long_blocks, 64)
+_step_long = Kernel(kernels.step_long, 64)
 
 
 class FusedUpdate:
@@ -147,15 +145,51 @@ class FusedUpdate:
         shape = (kind.width, kind.blocks, kind.moment)
         if kind.width == 1:
             moment = min(kind.moment, 1)
-            constants = (parameter, gradient, kind.blocks, moment, kind.aligned, levels.steps, kind.near, kind.decays, plan.TILES)
+            constants = (
+                parameter,
+                gradient,
+                kind.blocks,
+                moment,
+                kind.aligned,
+                levels.steps,
+                kind.near,
+                kind.decays,
+                plan.TILES,
+            )
             _step_single(programs[0], buffers, numbers[0], constants, warps)
         elif not kind.long:
-            constants = (parameter, gradient, *shape, kind.exact, kind.aligned, levels.steps, kind.near, kind.decays, plan.TILES)
+            constants = (
+                parameter,
+                gradient,
+                *shape,
+                kind.exact,
+                kind.aligned,
+                levels.steps,
+                kind.near,
+                kind.decays,
+                plan.TILES,
+            )
             _step_short(programs[0], buffers, numbers[0], constants, warps)
         else:
-            _long_partials(programs[0], buffers, numbers[0], (gradient, *shape, kind.exact, kind.aligned, kind.near, plan.TILES), warps)
+            _long_partials(
+                programs[0],
+                buffers,
+                numbers[0],
+                (gradient, *shape, kind.exact, kind.aligned, kind.near, plan.TILES),
+                warps,
+            )
             _long_blocks(programs[1], buffers, numbers[1], (gradient, kind.moment, 1024), 4)
-            constants = (parameter, gradient, *shape, kind.exact, kind.aligned, levels.steps, kind.near, kind.decays, plan.TILES)
+            constants = (
+                parameter,
+                gradient,
+                *shape,
+                kind.exact,
+                kind.aligned,
+                levels.steps,
+                kind.near,
+                kind.decays,
+                plan.TILES,
+            )
             _step_long(programs[0], buffers, numbers[0], constants, warps)
 
 

@@ -1,0 +1,94 @@
+"""Measure the optimizers on this machine, side by side, within one process.
+
+Steps are timed synchronised, after a first step and two others; an offloaded one is compared with bare copies of the same
+bytes through the same slots. An optimizer that is not installed is named as absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gefen_offload.bench import report
+from gefen_offload.bench.results import Results
+from gefen_offload.bench.runner import MIB, Plan, run
+from gefen_offload.bench.workloads import SIZES, NetworkShape
+
+SECTIONS = ("A", "B", "sizes", "tensors", "staging")
+NO_GPU = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `gefen-offload bench`."""
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="workload A, fewer steps, sizes up to 350M")
+    parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N, or cpu for a smoke test")
+    parser.add_argument(
+        "--sizes", default=",".join(SIZES), help="sizes to scale over, comma separated (default: %(default)s)"
+    )
+    parser.add_argument("--staging", type=int, default=16, metavar="MIB", help="staging slot (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=10, help="steps timed (default: %(default)s)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="only optimizers whose name has this"
+    )
+    parser.add_argument("--out", type=Path, help="a folder for bench.json and the plots")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the bench and return the exit code: 0, or 2 where there is no GPU or a choice is wrong."""
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(
+            "bench: there is no CUDA GPU here; `--device cpu` runs a smoke test that compares nothing", file=sys.stderr
+        )
+        return NO_GPU
+    wrong = [s for s in args.sections if s not in SECTIONS] + [s for s in args.sizes.split(",") if s not in SIZES]
+    if wrong:
+        known = f"sections are {', '.join(SECTIONS)}; sizes are {', '.join(SIZES)}"
+        print(f"bench: there is no {', '.join(map(repr, wrong))}; {known}", file=sys.stderr)
+        return NO_GPU
+    results = Results(machine_of(device))
+    for entry in run(plan_of(args, device)):
+        results.entries.append(entry)
+        print(
+            f"  {entry.workload:12} {entry.name:32} {_brief(entry.absent, entry.step and entry.step.median)}",
+            flush=True,
+        )
+    report.print_table(results)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for path in (report.write_json(results, args.out), *report.draw(results, args.out)):
+            print(f"wrote {path}")
+    return 0
+
+
+def plan_of(args: argparse.Namespace, device: torch.device) -> Plan:
+    """The plan that the options ask for."""
+    sections: Sequence[str] = args.sections or (("A", "sizes") if args.quick else SECTIONS)
+    sizes = args.sizes.split(",")
+    return Plan(
+        device=device,
+        sections=tuple(sections) if device.type == "cuda" else ("smoke",),
+        sizes=tuple(s for s in sizes if s in ("10M", "100M", "350M")) if args.quick else tuple(sizes),
+        stagings=tuple(mib * MIB for mib in (2, 4, 8, 16, 32)),
+        counts=(8, 128, 2048),
+        staging=args.staging * MIB,
+        repeats=min(args.repeats, 5) if args.quick else args.repeats,
+        network=NetworkShape(),
+        only=tuple(args.only),
+    )
+
+
+def machine_of(device: torch.device) -> dict[str, object]:
+    """What the numbers hold for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+
+
+def _brief(absent: str | None, median: float | None) -> str:
+    return absent or (f"{median * 1e3:.2f} ms" if median else "")

@@ -1,0 +1,50 @@
+"""The fused kernels, run by Triton's interpreter in a process of its own, against the plain path."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import fused as support_cases
+
+NAMES = [f"{str(dtype)[6:]}-{case.name}" for case in support_cases.SMALL for dtype in support_cases.DTYPES]
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, dict[str, Any]]:
+    """What `python -m support.fused` found for every case."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(support_cases.__file__).parents[1]), *filter(None, sys.path)]),
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", "support.fused"], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return {record["name"]: record for record in map(json.loads, run.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_indices_equal(compared: dict[str, dict[str, Any]], name: str) -> None:
+    """Every index and magnitude is the plain path's."""
+    assert (compared[name]["indices"], compared[name]["magnitudes"]) == (0, 0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_update_close(compared: dict[str, dict[str, Any]], name: str) -> None:
+    """The second moments and the parameters differ by last bits at most."""
+    assert compared[name]["moments"] < 5e-7
+    assert compared[name]["update"] <= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cut_changes_nothing(compared: dict[str, dict[str, Any]], name: str) -> None:
+    """A parameter stepped in pieces, one call each, has the bits of one stepped whole."""
+    assert compared[name]["same_when_cut"]

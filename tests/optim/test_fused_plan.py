@@ -1,0 +1,39 @@
+"""How pieces are divided among programs."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gefen_offload.optim import fused
+from gefen_offload.optim.fused.plan import LONGEST_SHORT, plan_blocks, plan_factors
+
+
+@given(period=st.integers(1, 10**8), cols=st.integers(0, 10**5))
+def test_segments_cover_a_block(period: int, cols: int) -> None:
+    """Segments fit in a tile, cover a long block exactly, and stay inside rows where the plan says so."""
+    plan = plan_blocks(period, cols)
+    assert plan.length <= plan.width <= max(LONGEST_SHORT, plan.width * plan.blocks)
+    assert plan.long == (period > LONGEST_SHORT)
+    if plan.long:
+        assert (plan.parts - 1) * plan.length < period <= plan.parts * plan.length
+    if plan.moment == 1:
+        assert cols % plan.length == 0
+        assert period % plan.length == 0
+    assert plan.width & (plan.width - 1) == 0
+
+
+@given(rows=st.integers(1, 10**6), cols=st.integers(1, 10**5))
+def test_strips_cover_a_matrix(rows: int, cols: int) -> None:
+    """The first stage's programs cover every row and column, and a column has few partial sums."""
+    plan = plan_factors(rows, cols)
+    assert (plan.strips - 1) * plan.strip < rows <= plan.strips * plan.strip
+    assert (plan.groups - 1) * plan.width < cols <= plan.groups * plan.width
+    assert plan.strips <= 256
+
+
+def test_unavailable_says_why() -> None:
+    """On the CPU, outside the interpreter, and for float64 the kernels say why they cannot run."""
+    assert "float64" in str(fused.why_not(torch.device("cuda"), torch.float64))
+    assert not fused.available(torch.device("cpu"), torch.float64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,13 @@ def module_check(module: str, *arguments: str) -> Callable[[Place, list[str]], t
     return check
 
 
+def workflows(place: Place, _: list[str]) -> tuple[int | None, str]:
+    """The workflows under zizmor and actionlint; the script says by name which of them is missing."""
+    if shutil.which("zizmor") is None:
+        return None, "zizmor is not installed here"
+    return call(place, str(place.root / "ci" / "workflows")), ""
+
+
 def pytest(place: Place, *arguments: str) -> int:
     """Run pytest without the current folder on the module path; its counts go to a file for the closing line."""
     start = "import sys; del sys.path[0]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
@@ -164,6 +172,7 @@ CHECKS: dict[str, Callable[[Place, list[str]], tuple[int | None, str]]] = {
     "lint": module_check("ruff", "check", "--no-cache", "."),
     "format": module_check("ruff", "format", "--no-cache", "--check", "."),
     "types": module_check("mypy"),
+    "workflows": workflows,
     "manifest": gate("manifest", "--check"),
     "selftest": gate("selftest"),
     "tests": tests,

@@ -10,6 +10,7 @@ from gefen_offload.gate.reason import Reason
 from gefen_offload.gate.selftest import evidence, outcomes
 from gefen_offload.gate.selftest import run as selftest
 from gefen_offload.gate.selftest.case import Case, released
+from support.checkout import ROOT
 
 
 def name(case: Case) -> str:
@@ -20,6 +21,13 @@ def test_every_reason_is_provoked():
     """No reason exists that the fault suite does not provoke, and there are more than thirty."""
     assert selftest.covered(selftest.cases()) == set(Reason)
     assert len(Reason) >= 30
+
+
+def test_every_reason_is_documented():
+    """docs/gate.md has a row for each reason, with its exit code and its meaning."""
+    page = (ROOT / "docs" / "gate.md").read_text()
+    missing = [r.name for r in Reason if f"| `{r.name}` | {int(r.status)} | {r.meaning} |" not in page]
+    assert missing == []
 
 
 def test_case_names_are_unique():

@@ -307,7 +307,8 @@ class Gefen(Checkpointed):
     def _updater_for(self, device: torch.device) -> Updater:
         """What steps staged pieces on `device`, given the codebook there: the fused kernels, or the plain path."""
         if device not in self._updaters:
-            can = self._fused is not False and not self._capturable and kernels.available(device, torch.float32)
+            wanted = device.type == "cuda" if self._fused is None else self._fused  # True on the CPU: interpreted
+            can = wanted and not self._capturable and kernels.available(device, torch.float32)
             self._updaters[device] = kernels.fused_update(device) if can else plain_update
         return self._updaters[device]
 

@@ -119,6 +119,7 @@ def _gpu_bytes() -> int:
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
+    torch._C._cuda_clearCublasWorkspaces()  # tens of MiB a thread, which cuBLAS keeps and makes anew when it needs them
     return int(torch.cuda.memory_allocated())
 
 

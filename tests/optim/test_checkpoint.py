@@ -113,22 +113,22 @@ def test_a_resident_state_dict_holds_the_live_tensors():
 @pytest.mark.parametrize("first", [True, False], ids=["factored-to-block", "block-to-factored"])
 def test_a_change_of_mode_starts_the_second_moment_at_its_own_age(first):
     """Resumed in the other mode, momentum and step go on, and the new second moment is corrected for its own age."""
-    tensors, optimizer = trained(factored_v_2d=first)
-    copies, resumed = twin(tensors, factored_v_2d=not first)
+    one = {"period_one_substrings": ("p",)}  # so that an optimizer that starts later has the same blocks
+    tensors, optimizer = trained(factored_v_2d=first, **one)
+    copies, resumed = twin(tensors, factored_v_2d=not first, **one)
     resumed.load_state_dict(written(optimizer.state_dict()))
-    train(copies, resumed, range(3, 5))
+    fresh = parameters(shapes=SHAPES[:1])
+    alone = Gefen(named(fresh), factored_v_2d=not first, **one)
+    for step in range(3, 5):
+        set_gradients(copies, step)
+        fresh[0].grad = copies[0].grad
+        resumed.step()
+        alone.step()
     state = resumed.state[copies[0]]
     ages = {"factored_step": 3 if first else 2, "vmean_step": 2 if first else 3}
     assert {name: state[name] for name in ages} == ages
     assert state["step"] == 5
-    fresh = parameters(shapes=[(16, 12)])
-    alone = Gefen(fresh, factored_v_2d=not first)
-    for step in range(3, 5):
-        set_gradients(copies, step)
-        fresh[0].grad = copies[0].grad
-        alone.step()
-    name = "vmean" if first else "v_row"
-    if state["automatic_period"] == alone.state[fresh[0]]["automatic_period"] or not first:
+    for name in ["vmean"] if first else ["v_row", "v_col"]:
         assert differing(state[name], alone.state[fresh[0]][name]) is None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gefen_offload import Gefen
-from support.steps import DTYPES, differing, dtype_id, named, parameters, set_gradients
+from support.steps import DTYPES, differing, dtype_id, named, parameters, set_gradients, snapshot
 
 SHAPES = ((16, 12), (24,), (), (2, 3, 4), (0, 2), (5,))
 NEVER_GRADED = 5
@@ -57,6 +57,25 @@ def test_ten_more_steps_agree(writer, reader, dtype, options):
     assert differing(ours["state"], theirs["state"]) is None
     assert differing(ours["gefen_codebook"], theirs["gefen_codebook"]) is None
     assert ours["gefen_global_step"] == theirs["gefen_global_step"] == 16
+
+
+@pytest.mark.parametrize("factored", [True, False], ids=["factored-to-block", "block-to-factored"])
+def test_a_change_of_mode_agrees(factored):
+    """Both optimizers, resumed from one checkpoint in the other mode, and then back in its own, agree to the bit."""
+    tensors, optimizer = build(gefen.Gefen, factored_v_2d=factored)
+    train(tensors, optimizer, range(4))
+    saved, values = written(optimizer.state_dict()), [t.detach().clone() for t in tensors]
+    for round_, mode in enumerate([not factored, factored]):
+        pairs = [build(optimizer_class, factored_v_2d=mode) for optimizer_class in (gefen.Gefen, Gefen)]
+        for others, other in pairs:
+            for tensor, value in zip(others, values, strict=True):
+                tensor.data.copy_(value)
+            other.load_state_dict(snapshot(saved))  # gefen-x goes on in the checkpoint's own tensors
+            train(others, other, range(4 + 3 * round_, 7 + 3 * round_))
+        (theirs, oracle), (ours, mine) = pairs
+        assert differing(theirs, ours) is None
+        assert differing(oracle.state_dict(), mine.state_dict()) is None
+        saved, values = written(mine.state_dict()), [t.detach().clone() for t in ours]
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(gefen.Gefen, Gefen), (Gefen, gefen.Gefen)], ids=["here", "there"])

@@ -1,7 +1,7 @@
 """Measure the optimizers on this machine, side by side, within one process.
 
-Steps are timed synchronised, after a first step and two others; an offloaded one is compared with bare copies of the same
-bytes through the same slots. An optimizer that is not installed is named as absent.
+Steps are timed synchronised, after a first step and two others; an offloaded one is compared with bare copies of the
+same bytes through the same slots. An optimizer that is not installed is named as absent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from gefen_offload.bench import report
-from gefen_offload.bench.results import Results
+from gefen_offload.bench.results import Entry, Results
 from gefen_offload.bench.runner import MIB, Plan, run
 from gefen_offload.bench.workloads import SIZES, NetworkShape
 
@@ -43,9 +43,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the bench and return the exit code: 0, or 2 where there is no GPU or a choice is wrong."""
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print(
-            "bench: there is no CUDA GPU here; `--device cpu` runs a smoke test that compares nothing", file=sys.stderr
-        )
+        print("bench: there is no CUDA GPU here; `--device cpu` runs a smoke test", file=sys.stderr)
         return NO_GPU
     wrong = [s for s in args.sections if s not in SECTIONS] + [s for s in args.sizes.split(",") if s not in SIZES]
     if wrong:
@@ -56,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     for entry in run(plan_of(args, device)):
         results.entries.append(entry)
         print(
-            f"  {entry.workload:12} {entry.name:32} {_brief(entry.absent, entry.step and entry.step.median)}",
+            f"  {entry.workload:12} {entry.name:32} {_brief(entry)}",
             flush=True,
         )
     report.print_table(results)
@@ -90,5 +88,5 @@ def machine_of(device: torch.device) -> dict[str, object]:
     return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
 
 
-def _brief(absent: str | None, median: float | None) -> str:
-    return absent or (f"{median * 1e3:.2f} ms" if median else "")
+def _brief(entry: Entry) -> str:
+    return f"{entry.step.median * 1e3:.2f} ms" if entry.step is not None else str(entry.absent)

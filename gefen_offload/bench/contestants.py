@@ -74,28 +74,28 @@ def contestants(staging: int) -> list[Contestant]:
 
 
 def _gefen_x(parameters: Parameters) -> Any:
-    import gefen
+    import gefen  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     return gefen.Gefen(list(parameters), lr=1e-3)
 
 
 def _bitsandbytes(parameters: Parameters) -> Any:
-    import bitsandbytes
+    import bitsandbytes  # type: ignore[import-not-found, unused-ignore]
 
     return bitsandbytes.optim.PagedAdamW8bit(list(parameters), lr=1e-3)
 
 
 def _torchao(parameters: Parameters) -> Any:
-    from torchao.optim import CPUOffloadOptimizer
+    from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     return CPUOffloadOptimizer(list(parameters), torch.optim.AdamW, lr=1e-3, fused=True)
 
 
 class _DeepSpeedAdam:
-    """DeepSpeed's CPU Adam as ZeRO's offload uses it at world 1: gradients down, float32 masters stepped, parameters up."""
+    """DeepSpeed's CPU Adam as ZeRO's offload uses it: gradients down, float32 masters stepped, parameters up."""
 
     def __init__(self, parameters: Parameters) -> None:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         self._parameters = list(parameters)
         self._masters = [nn.Parameter(p.detach().float().cpu().pin_memory()) for p in self._parameters]

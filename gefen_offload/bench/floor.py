@@ -1,7 +1,7 @@
 """The least time that state can be streamed in: bare copies both ways through the same slots, with nothing in between.
 
-[Note: slots] A window is copied in on one stream, touched on the current one and copied out on another, over three slots
-that are used again and again: the engine's pattern without its work.
+[Note: slots] A window is copied in on one stream, touched on the current one and copied out on another, over three
+slots that are used again and again: the engine's pattern without its work.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def _timed(run: object, device: torch.device) -> float:
 
 class _Pipeline:
     def __init__(self, host: torch.Tensor, slots: list[torch.Tensor], device: torch.device) -> None:
-        self._windows = host.split(slots[0].numel())
+        self._windows = torch.split(host, slots[0].numel())
         self._slots = slots
-        self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._inward, self._outward = _stream(device), _stream(device)
         self._device = device
-        self._full, self._done, self._free = ([torch.cuda.Event() for _ in slots] for _ in range(3))
+        self._full, self._done, self._free = ([_event() for _ in slots] for _ in range(3))
 
     def run(self) -> None:
         """Stream every window in and out."""
@@ -83,3 +83,11 @@ class _Pipeline:
                 window.copy_(slot, non_blocking=True)
                 self._free[turn].record()
         current.wait_stream(self._outward)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]

@@ -12,17 +12,9 @@ from gefen_offload.bench.results import Entry, Results
 
 MIB = 2**20
 COLUMNS = (
-    "workload",
-    "optimizer",
-    "step ms",
-    "spread",
-    "first s",
-    "GPU MiB",
-    "peak MiB",
-    "GB/s each way",
-    "x floor",
+    "workload", "optimizer", "step ms", "spread", "first s", "GPU MiB", "peak MiB", "GB/s each way", "x floor",
     "pinned MiB",
-)
+)  # fmt: skip
 
 
 def table(results: Results) -> str:

@@ -53,7 +53,7 @@ def step_twice(context: Any) -> dict[str, int]:
 
 @pytest.mark.gpu1
 def test_steady_step_allocates_nothing(ranks: Any) -> None:
-    """After warm-up a step takes no memory from the CUDA allocator, and its launches do not grow with the parameters."""
+    """After warm-up a step takes no memory from the CUDA allocator; its launches do not grow with the parameters."""
     found = ranks.run(step_twice).values[0]
     assert (found["allocations"], found["peak"]) == (0, 0)
     assert found["launches"] <= 10

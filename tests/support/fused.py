@@ -143,7 +143,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 
 def _update_error(old: Tensor, a: Tensor, b: Tensor) -> float:
-    """The largest difference of the parameters: in units of the last place of their dtype, at old's and the update's size.
+    """The largest difference of the parameters, in last places of their dtype at the size of the old one.
 
     Two float32 last places of the update are at most two of the parameter where the update is the smaller.
     """

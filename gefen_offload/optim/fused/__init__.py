@@ -21,8 +21,8 @@ OLDEST = (8, 0)  # the compute capability that bfloat16 arithmetic needs
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fused kernels can step parameters of this dtype on this device.
 
-    That takes Triton, a GPU of compute capability 8.0 or more, and not float64. Under TRITON_INTERPRET=1 they run on the
-    CPU, slowly, for tests.
+    That takes Triton, a GPU of compute capability 8.0 or more, and not float64. Under TRITON_INTERPRET=1 they run on
+    the CPU, slowly, for tests.
     """
     return why_not(device, dtype) is None
 

@@ -4,7 +4,7 @@ Kernels that use these functions are compiled with `enable_fp_fusion=False`: a p
 where `tl.fma` says so, which is where torch's own kernels contract them.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def divisor_of(largest):
 
 @triton.jit
 def nearest(x, levels, bins, STEPS: tl.constexpr):
-    """The index of the level nearest to x, of [-1, 1], and that level: the number of thresholds below x (see tables.py).
+    """The index of the level nearest to x, of [-1, 1], and that level: how many thresholds are below x (see tables.py).
 
-    `bins` says how many thresholds lie below a cell of width 1/2048; inside one there are at most STEPS to compare with.
+    `bins` says how many thresholds lie below a cell of width 1/2048; inside one there are at most STEPS to compare.
     STEPS = 0 means that there may be many: then a binary search.
     """
     if STEPS == 0:
@@ -163,7 +163,7 @@ def rough_inverse(d):
 
 @triton.jit
 def inverse_roots(v, scale, eps):
-    """1 / (sqrt(v) scale + eps) to the last bits, for many v >= 1e-38: without the branches of `sqrt_rn` and `div_rn`."""
+    """1 / (sqrt(v) scale + eps) to the last bits, for v >= 1e-38: without the branches of `sqrt_rn` and `div_rn`."""
     y = rough_root(v)
     root = v * y
     root = tl.fma(tl.fma(-root, root, v), 0.5 * y, root) * scale + eps

@@ -1,4 +1,4 @@
-"""The description of staged pieces that the kernels read: a row of 20 words each, in groups that one launch can step."""
+"""Staged pieces as the kernels read them: a row of 20 words each, in groups that one launch can step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton.language as tl
+import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
 from gefen_offload.optim import flat
@@ -92,7 +92,7 @@ def outline_of(parameter: torch.dtype, gradient: torch.dtype, period: int, block
 
 
 class Description:
-    """Staged pieces, described one by one. `scratch` is where their sums will lie; `outlines` are kept between steps."""
+    """Staged pieces, described one by one. Their sums will lie in `scratch`; `outlines` are kept between steps."""
 
     def __init__(self, scratch: Scratch, outlines: Outlines) -> None:
         self.scratch = scratch
@@ -157,7 +157,7 @@ class Description:
         )
         hyper = work.scalars
         aligned = alignment_of(period, blocks, outline.plan, addresses)
-        kind = outline.kinds[aligned, hyper.beta1 > 0.5, hyper.decay != 1]
+        kind = outline.kinds[aligned, hyper.beta1 > 0.5, bool(hyper.decay != 1)]
         group = self.steps.get(kind)
         if group is None:
             group = self.steps[kind] = Group(outline.plan.warps)
@@ -179,7 +179,7 @@ class Description:
         first: int,
         scalars: bytes,
     ) -> int:
-        """Describe the row and column averages of a matrix, taken anew on its first piece; return where its mean lies."""
+        """Describe a matrix's row and column averages, taken anew on its first piece; return where its mean lies."""
         rows, cols = shape
         plan = plan_factors(rows, cols)
         fresh = plan.groups if first == 0 else 0
@@ -224,7 +224,7 @@ class Description:
 
 
 def pack_scalars(scalars: Scalars, factored: bool) -> bytes:
-    """The half words of a row: float32 values, the second bias correction as torch's CUDA division by a scalar has it."""
+    """The half words of a row: float32; the second bias correction as torch's CUDA division by a scalar has it."""
     values = (scalars.lr, scalars.decay, scalars.bias1, scalars.bias2)
     if any(isinstance(value, Tensor) for value in values):
         raise TypeError("the fused update takes hyper-parameters as Python floats; device scalars need the plain path")

@@ -4,7 +4,7 @@ Sums are taken in two stages, in an order that depends on the matrix's shape alo
 has a row of 20 words in the table. Programs of a first stage take a strip of rows and a group of columns.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The kernels of a first step: counts for the codebook's histogram, and the sums that a period is chosen by."""
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def segment_largest(
     """The bits of the largest |g| of each block that is cut into segments: an integer maximum, exact in any order."""
     piece, tile = find_piece(starts + start)
     words += (row + piece) * ROW
-    segment, block, begin, filled, within = _segments(words, tile, WIDTH, BLOCKS, ALIGNED)
+    _, block, begin, filled, within = _segments(words, tile, WIDTH, BLOCKS, ALIGNED)
     lanes = tl.arange(0, WIDTH)
     inside = lanes[:, None] < filled[None, :]
     local = lanes[:, None] + begin[None, :]
@@ -84,7 +84,7 @@ def bin_counts(
     found = tl.zeros([BINS], tl.int32)
     padding = 0
     for step in range(tiles):
-        segment, block, begin, filled, within = _segments(words, group * TILES + step, WIDTH, BLOCKS, ALIGNED)
+        _, block, begin, filled, within = _segments(words, group * TILES + step, WIDTH, BLOCKS, ALIGNED)
         inside = lanes[:, None] < filled[None, :]
         local = lanes[:, None] + begin[None, :]
         g = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)

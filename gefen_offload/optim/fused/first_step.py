@@ -7,16 +7,17 @@ import struct
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-import triton.language as tl
+import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
 from gefen_offload.optim.codebook import BINS
 from gefen_offload.optim.fused import first_kernels
 from gefen_offload.optim.fused.describe import DTYPES
 from gefen_offload.optim.fused.launch import Kernel, Table
-from gefen_offload.optim.fused.plan import LONGEST_SHORT, TILE, BlockPlan, plan_blocks
+from gefen_offload.optim.fused.plan import LONGEST_SHORT, TILE, plan_blocks
 from gefen_offload.optim.period import divisor_errors, lattice_of
 
 PIECES = 256
@@ -33,6 +34,17 @@ _bin_counts = Kernel(first_kernels.bin_counts)
 _pair_sums = Kernel(first_kernels.pair_sums)
 
 
+class _CountKind(NamedTuple):
+    """What the gradients of one counting launch have in common."""
+
+    dtype: torch.dtype
+    width: int
+    blocks: int
+    long: bool
+    aligned: int
+    warps: int
+
+
 class FirstStep:
     """The kernels of a first step on one device."""
 
@@ -44,9 +56,9 @@ class FirstStep:
     # --- the histogram ---
 
     def histogram(self, gradients: Sequence[tuple[Tensor, int]]) -> Tensor:
-        """Counts, int64 (4096,), of all of the flat gradients, each with its period: `codebook.block_histogram`, summed."""
+        """Counts, int64 (4096,), of all of the flat gradients with their periods: `block_histogram`, summed."""
         counts = torch.zeros(BINS, dtype=torch.int64, device=self._device)
-        kinds: dict[tuple[BlockPlan | int | torch.dtype | bool, ...], list[tuple[bytes, int, int]]] = {}
+        kinds: dict[_CountKind, list[tuple[bytes, int, int]]] = {}
         held = []
         for gradient, period in gradients:
             gradient = gradient.contiguous()
@@ -57,20 +69,23 @@ class FirstStep:
             row = _row(gradient.data_ptr(), blocks, period, plan.length | parts << 32, largest.data_ptr())
             aligned = 16 if gradient.data_ptr() % 16 == 0 and period % 16 == 0 else 1
             tiles = -(-blocks * parts // plan.blocks)
-            key = (gradient.dtype, plan.width, plan.blocks, plan.long, aligned, plan.warps)
-            kinds.setdefault(key, []).append((row, tiles, -(-tiles // TILES)))
-        for (dtype, width, blocks, long, aligned, warps), pieces in kinds.items():
+            kind = _CountKind(gradient.dtype, plan.width, plan.blocks, plan.long, aligned, plan.warps)
+            kinds.setdefault(kind, []).append((row, tiles, -(-tiles // TILES)))
+        for kind, pieces in kinds.items():
             for first in range(0, len(pieces), PIECES):
-                rows, tiles, groups = zip(*pieces[first : first + PIECES], strict=True)
-                table, starts = self._upload(rows, tiles, groups)
-                buffers = (*table.buffers, counts)
-                constants = (DTYPES[dtype], width, blocks)
-                if long:
-                    _segment_largest(sum(tiles), buffers, (0, starts[0]), (*constants, aligned), warps)
-                _bin_counts(sum(groups), buffers, (0, starts[1]), (*constants, long, aligned, TILES), warps)
-                table.release()
+                self._count(kind, pieces[first : first + PIECES], counts)
         del held
         return counts
+
+    def _count(self, kind: _CountKind, pieces: Sequence[tuple[bytes, int, int]], counts: Tensor) -> None:
+        tiles, groups = [piece[1] for piece in pieces], [piece[2] for piece in pieces]
+        table, starts = self._upload([piece[0] for piece in pieces], tiles, groups)
+        buffers = (*table.buffers, counts)
+        shape = (DTYPES[kind.dtype], kind.width, kind.blocks)
+        if kind.long:
+            _segment_largest(sum(tiles), buffers, (0, starts[0]), (*shape, kind.aligned), kind.warps)
+        _bin_counts(sum(groups), buffers, (0, starts[1]), (*shape, kind.long, kind.aligned, TILES), kind.warps)
+        table.release()
 
     def _upload(self, rows: Sequence[bytes], *programs: Sequence[int]) -> tuple[Table, list[int]]:
         starts = array("i")
@@ -91,7 +106,7 @@ class FirstStep:
         n = gradient.numel()
         lattice = lattice_of(n)
         odd = [d for d in lattice.divisors if d % 2]
-        if any(d > LONGEST_SHORT and n // d * d > 0 and d > ODD_CHUNK for d in odd):
+        if odd[-1] > ODD_CHUNK:
             return divisor_errors(gradient)
         gradient = gradient.contiguous()
         sums: list[Tensor] = []
@@ -160,7 +175,7 @@ def _twos(n: int) -> int:
 def _long_means(gradient: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The means of blocks too long for a program, float64, and the sum of the squared deviations from them."""
     means, deviations = [], []
-    for rows in gradient.view(-1, length).split(max(1, ODD_CHUNK // length)):
+    for rows in torch.split(gradient.view(-1, length), max(1, ODD_CHUNK // length)):
         y = rows.float().square().double()
         mean = y.mean(1, keepdim=True)
         means.append(mean.view(-1))

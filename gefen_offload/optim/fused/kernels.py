@@ -1,12 +1,13 @@
 """The update kernels: blocks that fit in a tile in one pass, longer ones in three launches.
 
-A launch steps many pieces. Each has a row of 20 words in a table; see `rows.py` for what they hold. A tile is BLOCKS
-segments of up to WIDTH elements. In the short kernel a segment is a block; in the long ones it is a part of a block.
-Tiles are (WIDTH, BLOCKS): with the elements that lie side by side along the first axis, the compiler
-gives the look-ups in the tables the layout of the loads, and nothing is exchanged between threads. What a block's result depends on is the block alone, so neither the pieces nor the launches they are grouped into matter.
+A launch steps many pieces. Each has a row of 20 words in a table; see `Description.add` for what they hold. A tile is
+BLOCKS segments of up to WIDTH elements: whole blocks in the short kernel, parts of blocks in the long ones.
+Tiles are (WIDTH, BLOCKS): with the elements that lie side by side along the first axis, the compiler gives the look-ups
+in the tables the layout of the loads, and nothing is exchanged between threads. What a block's result depends on is the
+block alone, so neither the pieces nor the launches they are grouped into matter.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def _factored_inverse(
     ALIGNED: tl.constexpr,
     SPACED: tl.constexpr,
 ):
-    """1 / (sqrt(V/bc2) + eps) of each element of a tile: `start` is the piece's element that the tile begins at (int64)."""
+    """1 / (sqrt(V/bc2) + eps) of each element of a tile, which begins at the piece's element `start` (int64)."""
     rows = address(words + MOMENTS, tl.float32, 1)
     columns = address(words + COLUMNS, tl.float32, ALIGNED)
     position = start + tl.load(words + POSITION)
@@ -252,7 +253,7 @@ def long_blocks(
     MOMENT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Of each long block: its magnitude and second moment, from its segments; the old magnitude stays in the scratch."""
+    """Of each long block: its magnitude and second moment, from its segments; the old magnitude is kept in scratch."""
     piece, block = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)

@@ -32,15 +32,16 @@ class Kernel:
     ) -> None:
         """Start `programs` programs on the current stream of the current device.
 
-        The kernel's parameters are the `buffers`, the `numbers` and the `constants`, in the order of `self.order`.
+        A kernel's parameters are the table's three buffers, the `numbers`, the other buffers, and the `constants`.
         """
         Kernel.launches += 1
         key = (constants, warps, self.registers, buffers[0].device)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._function[(programs,)](
-                *_interleaved(buffers, numbers), *constants, num_warps=warps, enable_fp_fusion=False, **({} if self.registers is None else {"maxnreg": self.registers})
-            )
+            options = {"num_warps": warps, "enable_fp_fusion": False}
+            if self.registers is not None:
+                options["maxnreg"] = self.registers
+            compiled = self._function[(programs,)](*_interleaved(buffers, numbers), *constants, **options)
             if not INTERPRETED.value:
                 self._compiled[key] = compiled
             return
@@ -57,14 +58,14 @@ class Table:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.event = torch.cuda.Event() if device.type == "cuda" else None
+        self.event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._used = False
         self._reserve(4096)
 
     def _reserve(self, words: int) -> None:
         pinned = self._device.type == "cuda"
         self._host = torch.empty(words, dtype=torch.int64, pin_memory=pinned)
-        self._bytes = memoryview(self._host.numpy()).cast("B")
+        self._bytes = memoryview(self._host.numpy()).cast("B")  # type: ignore[arg-type, unused-ignore]
         words_there = torch.empty(words, dtype=torch.int64, device=self._device)
         self.buffers = (words_there, words_there.view(torch.float32), words_there.view(torch.int32))
 

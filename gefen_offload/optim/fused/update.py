@@ -102,10 +102,10 @@ class FusedUpdate:
         table = self._tables[self._turn]
         self._turn = (self._turn + 1) % TABLES
         launches = _Launches()
-        for kind, group in description.factors.items():
-            launches.add(kind, group)
-        for kind, group in description.steps.items():
-            launches.add(kind, group)
+        for matrices in description.factors.items():
+            launches.add(*matrices)
+        for pieces in description.steps.items():
+            launches.add(*pieces)
         table.upload(launches.content())
         for kind, numbers, programs, warps in launches.calls():
             if isinstance(kind, FactorKind):
@@ -141,56 +141,20 @@ class FusedUpdate:
             levels.cells,
             self._scratch.tensor,
         )
-        parameter, gradient = DTYPES[kind.parameter], DTYPES[kind.gradient]
+        gradient = DTYPES[kind.gradient]
+        both = (DTYPES[kind.parameter], gradient)
         shape = (kind.width, kind.blocks, kind.moment)
+        look = (kind.aligned, levels.steps, kind.near, kind.decays, plan.TILES)
         if kind.width == 1:
-            moment = min(kind.moment, 1)
-            constants = (
-                parameter,
-                gradient,
-                kind.blocks,
-                moment,
-                kind.aligned,
-                levels.steps,
-                kind.near,
-                kind.decays,
-                plan.TILES,
-            )
+            constants = (*both, kind.blocks, min(kind.moment, 1), *look)
             _step_single(programs[0], buffers, numbers[0], constants, warps)
         elif not kind.long:
-            constants = (
-                parameter,
-                gradient,
-                *shape,
-                kind.exact,
-                kind.aligned,
-                levels.steps,
-                kind.near,
-                kind.decays,
-                plan.TILES,
-            )
-            _step_short(programs[0], buffers, numbers[0], constants, warps)
+            _step_short(programs[0], buffers, numbers[0], (*both, *shape, kind.exact, *look), warps)
         else:
-            _long_partials(
-                programs[0],
-                buffers,
-                numbers[0],
-                (gradient, *shape, kind.exact, kind.aligned, kind.near, plan.TILES),
-                warps,
-            )
+            part = (gradient, *shape, kind.exact, kind.aligned, kind.near, plan.TILES)
+            _long_partials(programs[0], buffers, numbers[0], part, warps)
             _long_blocks(programs[1], buffers, numbers[1], (gradient, kind.moment, 1024), 4)
-            constants = (
-                parameter,
-                gradient,
-                *shape,
-                kind.exact,
-                kind.aligned,
-                levels.steps,
-                kind.near,
-                kind.decays,
-                plan.TILES,
-            )
-            _step_long(programs[0], buffers, numbers[0], constants, warps)
+            _step_long(programs[0], buffers, numbers[0], (*both, *shape, kind.exact, *look), warps)
 
 
 class _Launches:

@@ -13,6 +13,7 @@ from torch import nn
 from gefen_offload import GefenMuon, OffloadReason, OffloadUnsupportedError
 from gefen_offload.optim import muon as module
 from gefen_offload.optim.newton_schulz import QUINTIC, lr_ratio, orthogonalise, schedule_of
+from gefen_offload.optim.work import Scalars
 from support.steps import differing, named, parameters, set_gradients, snapshot
 
 SHAPES = ((12, 8), (8, 12), (9, 8))
@@ -152,6 +153,14 @@ def test_capturable_steps_are_the_same_steps(lr: Any) -> None:
     for a, b in zip(tensors, plain_tensors, strict=True):
         assert differing(optimizer.state[a]["m_codebook"], plain.state[b]["m_codebook"]) is None
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_tensor_lr_is_never_read_on_the_host() -> None:
+    """Tensors without values can be stepped by a tensor lr, as a CUDA graph's capture requires."""
+    matrix, rate = torch.empty(4, 6, device="meta"), torch.empty((), dtype=torch.float64, device="meta")
+    scalars = Scalars(lr=rate, beta1=0.9, beta2=0.0, eps=1e-7, decay=1 - rate * 0.1, bias1=1.0, bias2=1.0)
+    module.apply(matrix, torch.empty(4, 6, dtype=torch.bfloat16, device="meta"), 2.0, scalars)
+    assert matrix.shape == (4, 6)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])

@@ -50,6 +50,7 @@ class FirstStep:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._anchor = torch.empty(0, device=device)
         self._tables = [Table(device) for _ in range(8)]
         self._turn = 0
 
@@ -57,6 +58,10 @@ class FirstStep:
 
     def histogram(self, gradients: Sequence[tuple[Tensor, int]]) -> Tensor:
         """Counts, int64 (4096,), of all of the flat gradients with their periods: `block_histogram`, summed."""
+        with torch.cuda.device_of(self._anchor):
+            return self._histogram(gradients)
+
+    def _histogram(self, gradients: Sequence[tuple[Tensor, int]]) -> Tensor:
         counts = torch.zeros(BINS, dtype=torch.int64, device=self._device)
         kinds: dict[_CountKind, list[tuple[bytes, int, int]]] = {}
         held = []
@@ -108,7 +113,12 @@ class FirstStep:
         odd = [d for d in lattice.divisors if d % 2]
         if odd[-1] > ODD_CHUNK:
             return divisor_errors(gradient)
-        gradient = gradient.contiguous()
+        with torch.cuda.device_of(self._anchor):
+            return self._errors(gradient.contiguous(), odd)
+
+    def _errors(self, gradient: Tensor, odd: Sequence[int]) -> list[float]:
+        n = gradient.numel()
+        lattice = lattice_of(n)
         sums: list[Tensor] = []
         at: dict[
             int, tuple[int, int, int]

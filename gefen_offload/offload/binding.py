@@ -54,6 +54,7 @@ class BoundWindow:
 class BoundPlan:
     """A plan on the staging memory, for the pieces as `cuts` divides them. It stands while the state tensors do."""
 
+    parameters: tuple[Tensor, ...]
     windows: tuple[BoundWindow, ...]
     cuts: tuple[CutPiece, ...] | None
     bytes_in: int
@@ -123,7 +124,8 @@ class Survey:
             self._bind_window(window, pieces[window.first : window.last], staging, slot_of(index))
             for index, window in enumerate(plan.windows)
         )
-        return BoundPlan(windows, cuts, plan.bytes_in, plan.bytes_out)
+        parameters = tuple(piece.work.parameter for piece in self._pieces if piece.first == 0)
+        return BoundPlan(parameters, windows, cuts, plan.bytes_in, plan.bytes_out)
 
     def _bind_window(self, window: Window, pieces: Sequence[Piece], staging: Staging, slot: int) -> BoundWindow:
         tensors = tuple(

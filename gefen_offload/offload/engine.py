@@ -7,6 +7,9 @@ on which the update runs. For window w in slot s = w mod 3:
     current:  waits for arrived[s]                      updates w      records updated[s]
     outward:  waits for updated[s]                      copies w out   records left[s]
 
+The first windows are copied in before the optimizer has looked at its gradients, where the last plan is sure to be the
+next one; what was copied in for a step that does something else is never written back.
+
 Nothing else orders them. Each `left` of a step is waited for by the host before anyone reads the state: when the step
 returns, or with deferred write-back when somebody asks.
 """
@@ -14,11 +17,13 @@ returns, or with deferred write-back when somebody asks.
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from gefen_offload.offload.accelerator import Accelerator, Event, Stream
 from gefen_offload.offload.binding import BoundPlan, BoundWindow, Staging, Survey, recut
@@ -92,6 +97,7 @@ class Engine:
             timed = [make(timing=True) for _ in range(4)]
             self._clock = _Clock((timed[0], timed[1]), (timed[2], timed[3]))
         self._plans: list[tuple[Key, BoundPlan]] = []
+        self._prefetched: BoundPlan | None = None  # its first windows are on their way in
         self._pending: str | None = None  # the names in the windows that are still being written back
         weakref.finalize(self, _drain, self._inward, self._outward)
 
@@ -102,6 +108,7 @@ class Engine:
         if not (grow_slots or grow_side):
             return
         self.settle()
+        self.cancel_prefetch()
         slots = self.staging.slots
         with self.accelerator.scope():
             empty = self.accelerator.empty
@@ -126,9 +133,7 @@ class Engine:
             pieces = recut(pieces, bound.cuts)
             with self.accelerator.scope():
                 current = self.accelerator.current_stream()
-                self._start()
-                for index in range(min(SLOTS, len(bound.windows))):
-                    self._copy_in(index, bound.windows[index])
+                self._copy_first_in(bound)
                 for index, window in enumerate(bound.windows):
                     slot = self._slots[index % SLOTS]
                     current.wait_event(slot.arrived)
@@ -149,6 +154,41 @@ class Engine:
             self.abandon()
             near = pieces if window is None else pieces[window.first : window.last]
             raise StepError(cause, mutated, _names(near)) from cause
+
+    def prefetch(self, parameters: Iterable[Tensor]) -> None:
+        """Copy the first windows in if the next step is one over the same parameters as the last; raises StepError."""
+        self.cancel_prefetch()
+        if not self._plans:
+            return
+        bound = self._plans[0][1]
+        graded = [parameter for parameter in parameters if parameter.grad is not None]
+        if len(graded) != len(bound.parameters) or not all(map(operator.is_, graded, bound.parameters)):
+            return
+        try:
+            with self.accelerator.scope():
+                self._copy_first_in(bound)
+        except BaseException as cause:
+            self.abandon()
+            raise StepError(cause, False, "the first window") from cause
+        self._prefetched = bound
+
+    def cancel_prefetch(self) -> None:
+        """Forget what is on its way in, once it has arrived: the host state is about to change, or to be looked at."""
+        if self._prefetched is not None:
+            first = self._prefetched.windows[:SLOTS]
+            self.traffic.bytes_in += sum(pair[0].numel() for window in first for pair in window.inward)
+            self._prefetched = None
+            _drain(self._inward)
+
+    def _copy_first_in(self, bound: BoundPlan) -> None:
+        """Start a step: its first windows, unless they are on their way."""
+        if self._prefetched is bound:
+            self._prefetched = None
+            return
+        self.cancel_prefetch()
+        self._start()
+        for index, window in enumerate(bound.windows[:SLOTS]):
+            self._copy_in(index, window)
 
     def _start(self) -> None:
         """Copies come after the caller's work so far, and after every copy out of the step before."""
@@ -206,7 +246,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Wait until nothing is in flight, whatever failed."""
-        self._pending = None
+        self._pending = self._prefetched = None
         self._clock.running = False
         _drain(self._inward, self._outward)
 
@@ -222,6 +262,7 @@ class Engine:
 
     def forget_plans(self) -> None:
         """The state tensors have been replaced."""
+        self.cancel_prefetch()
         self._plans.clear()
 
     def _bound(self, pieces: Sequence[Piece], divisible: bool) -> BoundPlan:

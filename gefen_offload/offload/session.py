@@ -82,6 +82,10 @@ class Session:
             refusals.refuse_graphs(host._subject(), self.accelerator)
         if not self.anchors.hold(host.param_groups, host.state, self.accelerator.is_compute):
             self.scan(host)
+        try:
+            self.engine.prefetch(p for group in host.param_groups for p in group["params"] if p.numel())
+        except StepError as error:
+            self._fail(error)
         self.steps_begun += 1
 
     def scan(self, host: Host) -> None:
@@ -126,7 +130,8 @@ class Session:
             )
 
     def settle(self) -> None:
-        """Wait until the host state is complete; poisons if a copy back failed."""
+        """Wait until the host state is complete and nothing reads it; poisons if a copy back failed."""
+        self.engine.cancel_prefetch()
         if not self.engine.pending:
             return
         try:

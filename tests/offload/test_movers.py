@@ -116,6 +116,17 @@ def test_a_copy_is_refused_while_offloaded(training, copied):
     copied(training.optimizer)
 
 
+def test_a_commit_replaces_and_never_rewrites(training):
+    """Whoever holds the state from before a transition still sees what it was: the commit is one assignment."""
+    optimizer = training.optimizer
+    for transition in (optimizer.restore_state_, optimizer.offload_state_):
+        held = optimizer.state
+        seen = {parameter: dict(entry) for parameter, entry in held.items()}
+        transition()
+        assert optimizer.state is not held
+        assert all(held[p][k] is v for p, entry in seen.items() for k, v in entry.items())
+
+
 def test_a_restored_copy_can_be_offloaded(training):
     """A deep copy of a resident optimizer is an optimizer of its own, which offload accepts."""
     training.optimizer.restore_state_()

@@ -327,6 +327,17 @@ def test_another_device_or_policy_is_an_error(accelerator, training):
         optimizer.offload_state_(policy=replace(before.policy, deferred=True))
 
 
+def test_a_gradient_elsewhere_is_an_error(accelerator, training):
+    """No kernel is given a host gradient: the step says where it is, changes nothing and does not poison."""
+    training.optimizer.offload_state_()
+    training.step(1, True)
+    accelerator.unusable.add(id(training.named["tall"].grad))
+    witness = Witness(training.optimizer, accelerator)
+    with pytest.raises(RuntimeError, match="tall is on cpu and its gradient on cpu"):
+        training.optimizer.step()
+    witness.check()
+
+
 def test_plain_extra_entries_stay(accelerator, training):
     """Undeclared numbers and strings are kept through activation and restoration."""
     state = training.optimizer.state[training.named["norm"]]

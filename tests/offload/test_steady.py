@@ -14,6 +14,7 @@ from gefen_offload.optim.work import Piece, cut
 from gefen_offload.ranks import identical
 from support.simulated import SimulatedAccelerator, simulated
 from support.streamed import Row, SmallPieces, Training, run
+from support.witness import bits
 
 CPU = torch.device("cpu")
 ROW = Row("steady", policy=OffloadPolicy(staging_bytes=700))
@@ -60,6 +61,38 @@ def test_a_step_without_gradients_moves_nothing(accelerator):
     assert (report.steps, report.steps_skipped) == (1, 1)
 
 
+def test_the_first_windows_travel_while_the_step_is_prepared(accelerator, monkeypatch):
+    """A step over the same parameters as the last has its first windows on their way before it collects gradients."""
+    training = Training(ROW, CPU)
+    training.step(0, True)
+    collect, seen = training.optimizer._collect, []
+    monkeypatch.setattr(training.optimizer, "_collect", lambda: seen.append(accelerator.copies) or collect())
+    before = accelerator.copies
+    training.step(1, True)
+    assert seen[0] > before
+    after = accelerator.copies
+    training.named["wide"].requires_grad_(False)
+    training.step(2, True)
+    assert seen[1] == after
+
+
+def test_a_prefetch_is_cancelled_without_writing_back(accelerator):
+    """Where a step does not come to its update, the host state is untouched, and the run goes on as the resident one."""
+    training = Training(ROW, CPU)
+    training.step(0, True)
+    before = bits(training.optimizer)["state"]
+    gradient, training.named["wide"].grad = training.named["wide"].grad, torch.zeros(12, 40).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        training.optimizer.step()
+    training.named["wide"].grad = gradient
+    identical(before, bits(training.optimizer)["state"]).check()
+    assert training.optimizer._offload.engine._prefetched is not None
+    training.optimizer.state_dict()
+    assert training.optimizer._offload.engine._prefetched is None
+    seen = [training.step(step, True) for step in range(1, 4)]
+    identical(run(ROW, CPU, offload=False)[1:4], seen).check()
+
+
 def test_a_skipped_scaler_step_moves_nothing(accelerator):
     """GradScaler does not call step() on overflow: nothing is copied, nothing counted."""
     training = Training(replace(ROW, overflow=(1,)), CPU)
@@ -104,6 +137,19 @@ def test_staging_is_three_windows(accelerator):
     optimizer.step()
     side = 5 * (64 + 32) * 4
     assert SLOTS * 1024 <= optimizer.state_offload_report().staging_bytes <= SLOTS * 1024 + side
+    assert accelerator.held[0] == optimizer.state_offload_report().staging_bytes
+
+
+def test_staging_that_grew_is_given_back(accelerator):
+    """Where a later group needs larger slots, the smaller ones and the plans on them are gone."""
+    named = [(f"p{i}", nn.Parameter(torch.randn(40))) for i in range(4)]
+    optimizer = Gefen(named)
+    optimizer.offload_state_()
+    for step in range(3):
+        for parameter in optimizer.param_groups[-1]["params"]:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        optimizer.add_param_group({"params": [(f"late{step}", nn.Parameter(torch.randn(500 * (step + 1))))]})
     assert accelerator.held[0] == optimizer.state_offload_report().staging_bytes
 
 

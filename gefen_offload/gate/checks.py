@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from gefen_offload.gate import checkout
+from gefen_offload.gate import checkout, session
 
 TIERS = "cpu or gloo2 or gloo4"
 PROCESSES = 2
@@ -45,7 +45,8 @@ class Place:
     def environment(self) -> dict[str, str]:
         """The caller's environment with the checkout importable and importing from nowhere else."""
         caches = {} if os.access(self.root, os.W_OK) else {"MYPY_CACHE_DIR": str(self.scratch / "mypy")}
-        return {**os.environ, **caches, "PYTHONPATH": str(self.path)}
+        path = [str(self.path), *session.inherited_path(checkout.PACKAGE)]
+        return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

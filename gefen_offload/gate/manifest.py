@@ -96,7 +96,9 @@ def collect(root: Path, into: Path) -> Session:
     path = checkout.view(root, into / "path")
     arguments = ("--collect-only", "-q", "-p", "no:cacheprovider")
     blind = {"CUDA_VISIBLE_DEVICES": ""}
-    plan = session.Plan("collect", sys.executable, root, arguments, COLLECT_TIMEOUT, path=(str(path),), variables=blind)
+    plan = session.Plan(
+        "collect", sys.executable, root, arguments, COLLECT_TIMEOUT, checkout.PACKAGE, (str(path),), blind
+    )
     return session.run(plan, into)
 
 

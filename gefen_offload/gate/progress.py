@@ -1,66 +1,90 @@
-"""Progress of long work: one line that changes in a terminal, a plain line now and then in a log."""
+"""Progress of long work: a bar in a terminal that has rich, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 EVERY = 30.0
 REFRESH = 0.5
+Show = Callable[[int, int, float, str], None]
+"""Shows how many tests are done and how many failed, after how many seconds, and which one runs."""
 
 
 class Progress:
     """Says what is going on, on standard error."""
 
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._open = False
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty() and importlib.util.find_spec("rich") is not None
 
     def say(self, text: str) -> None:
         """One line that stays."""
-        self._clear()
-        print(f"gate: {text}", file=sys.stderr, flush=True)
+        print(f"gate: {text}", file=self._stream, flush=True)
 
-    def watcher(self, tier: str, total: int) -> Callable[[Path], None]:
-        """A callback for a running session: reads its record's new lines and shows how many tests are done."""
-        began = shown = time.monotonic()
-        offset = done = bad = 0
-        last = ""
-
-        def watch(record: Path) -> None:
-            nonlocal shown, offset, done, bad, last
-            now = time.monotonic()
-            if now - shown < (REFRESH if self._terminal else EVERY):
-                return
-            shown = now
-            lines, offset = new_lines(record, offset)
-            for event in lines:
-                done += event["kind"] == "phase" and event["when"] == "teardown"
-                bad += event["kind"] == "phase" and event["outcome"] == "failed"
-                last = event["id"] if event["kind"] == "start" else last
-            self._show(f"{tier} {done}/{total} tests, {bad} failed, {now - began:.0f} s", last)
-
-        return watch
-
-    def _show(self, text: str, last: str) -> None:
-        """The current state: over the last one in a terminal, below it in a log."""
+    @contextmanager
+    def session(self, tier: str, total: int) -> Iterator[Callable[[Path], None]]:
+        """A callback for a running session: it reads its record's new lines and shows how far the session is."""
+        self.say(f"{tier}: {total} tests")
         if self._terminal:
-            print(f"\r\033[Kgate: {text}  {last[-60:]}", end="", file=sys.stderr, flush=True)
-            self._open = True
+            with bar(self._stream, tier, total) as show:
+                yield watcher(show, REFRESH)
         else:
-            print(f"gate: {text}", file=sys.stderr, flush=True)
-
-    def _clear(self) -> None:
-        """End the line that changes."""
-        if self._open:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-            self._open = False
+            yield watcher(lambda done, bad, seconds, last: self.say(line(tier, total, done, bad, seconds)), EVERY)
 
 
-def new_lines(record: Path, offset: int) -> tuple[list[dict[str, str]], int]:
+def line(tier: str, total: int, done: int, bad: int, seconds: float) -> str:
+    """The plain line."""
+    return f"{tier}: {done} of {total} tests, {bad} failed, {seconds:.0f} s"
+
+
+def watcher(show: Show, every: float) -> Callable[[Path], None]:
+    """Follow a record, showing its state at most once in ``every`` seconds."""
+    began = shown = time.monotonic()
+    offset = done = bad = 0
+    last = ""
+
+    def watch(record: Path) -> None:
+        nonlocal shown, offset, done, bad, last
+        now = time.monotonic()
+        if now - shown < every:
+            return
+        shown = now
+        events, offset = new_events(record, offset)
+        for event in events:
+            done += event["kind"] == "phase" and event["when"] == "teardown"
+            bad += event["kind"] == "phase" and event["outcome"] == "failed"
+            last = event["id"] if event["kind"] == "start" else last
+        show(done, bad, now - began, last)
+
+    return watch
+
+
+@contextmanager
+def bar(stream: TextIO, tier: str, total: int) -> Iterator[Show]:
+    """A rich progress bar, gone when the session ends."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn(f"gate: {tier}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    state = TextColumn("{task.fields[bad]} failed  {task.fields[last]}", markup=False)
+    with Bar(*columns, state, console=Console(file=stream), transient=True) as shown:
+        task = shown.add_task(tier, total=total, bad=0, last="")
+
+        def show(done: int, bad: int, seconds: float, last: str) -> None:
+            shown.update(task, completed=done, bad=bad, last=last[-60:])
+
+        yield show
+
+
+def new_events(record: Path, offset: int) -> tuple[list[dict[str, str]], int]:
     """The whole events after ``offset``, and the offset after them."""
     try:
         with record.open("rb") as file:
@@ -70,9 +94,9 @@ def new_lines(record: Path, offset: int) -> tuple[list[dict[str, str]], int]:
         return [], offset
     whole = text[: text.rfind(b"\n") + 1]
     events: list[dict[str, str]] = []
-    for line in whole.splitlines():
+    for written in whole.splitlines():
         try:
-            events.append(json.loads(json.loads(line)["body"]))
+            events.append(json.loads(json.loads(written)["body"]))
         except (ValueError, KeyError, TypeError):
             continue  # damage is the verdict's to find
     return events, offset + len(whole)

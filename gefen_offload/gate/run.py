@@ -118,14 +118,14 @@ def sessions(
     """One session for each tier that is due, and on a GPU the measurements, one after the other."""
     done = []
     for tier in due_tiers(lists, before):
-        progress.say(f"{tier}: {len(lists.lists[tier])} tests")
         where = [name for name in SUITES if (root / name).is_dir()]
         required = [f"--require-gpus={tier.removeprefix('gpu')}"] if tier.startswith("gpu") else []
         arguments = ("-m", tier, "-p", "no:cacheprovider", "--rootdir", str(root), *required, *where)
         plan = session.Plan(
             tier, sys.executable, root, arguments, options.timeout, checkout.PACKAGE, (str(folder / "site"),)
         )
-        done.append(session.run(plan, folder / "sessions", progress.watcher(tier, len(lists.lists[tier]))))
+        with progress.session(tier, len(lists.lists[tier])) as watch:
+            done.append(session.run(plan, folder / "sessions", watch))
     if before.gpus and options.performance:
         progress.say("performance: counters and times")
         done.append(session.run(ours(folder, performance.CHECK, "step.py", "gpu1", options), folder / "sessions"))
@@ -171,15 +171,15 @@ def foreign(suite: Foreign, options: Options) -> int:
         performance=False,
     )
     folder = rundir.make(suite.tests, options.run_dir, suite.tests.name)
-    path = tuple(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    path = tuple(entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry)
     before = facts.gather(sys.executable, None, None, package_files(suite))
     stopped = preflight(folder, lists, before)
     if stopped is not None:
         return finish(folder, stopped)
     arguments = ("-p", "no:cacheprovider", "--rootdir", str(suite.tests), str(suite.tests))
     plan = session.Plan("suite", sys.executable, suite.tests, arguments, options.timeout, suite.package, path)
-    progress = Progress()
-    record = (session.run(plan, folder / "sessions", progress.watcher("suite", len(ids))),)
+    with Progress().session("suite", len(ids)) as watch:
+        record = (session.run(plan, folder / "sessions", watch),)
     after = facts.gather(sys.executable, None, None, package_files(suite))
     return finish(folder, Evidence(lists, record, before, after, None))
 

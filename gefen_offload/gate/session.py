@@ -79,13 +79,23 @@ def command(plan: Plan, record: Path, nonce: str) -> list[str]:
 
 
 def environment(plan: Plan, nonce: str) -> dict[str, str]:
-    """The caller's environment without what would change the session silently, and with this run's mark."""
+    """The caller's environment without what would choose tests or packages silently, and with this run's mark."""
     kept = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
     marks = ":".join(filter(None, [os.environ.get(MARK), nonce]))
-    added = {MARK: marks, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(plan.path)}
-    if not plan.path:
-        del added["PYTHONPATH"]
+    path = os.pathsep.join([*plan.path, *inherited_path(plan.package)])
+    added = {MARK: marks, "PYTHONUNBUFFERED": "1", **({"PYTHONPATH": path} if path else {})}
     return {**kept, **added, **plan.variables}
+
+
+def inherited_path(package: str | None) -> list[str]:
+    """The caller's PYTHONPATH, for packages that it carries there, without any folder that holds the judged one."""
+    folders = [Path(entry).absolute() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return [str(folder) for folder in folders if not (package and holds(folder, package))]
+
+
+def holds(folder: Path, package: str) -> bool:
+    """Whether ``package`` can be imported from ``folder``."""
+    return (folder / package).is_dir() or (folder / f"{package}.py").is_file()
 
 
 def wait(process: subprocess.Popen[bytes], timeout: float, record: Path, watch: Callable[[Path], None] | None) -> bool:

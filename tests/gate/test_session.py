@@ -113,6 +113,15 @@ def test_a_hang_leaves_its_stack(tmp_path):
     assert "in test_one" in (tmp_path / "cpu.log").read_text()
 
 
+def test_the_path_keeps_other_packages_only(tmp_path, monkeypatch):
+    """A folder of the caller's PYTHONPATH stays, after the judged one, unless it holds the judged package itself."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "checkout" / "widget").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'checkout'}:{tmp_path / 'other'}")
+    plan = session.Plan("cpu", "python", tmp_path, (), 1.0, "widget", ("/judged",))
+    assert session.environment(plan, "n")["PYTHONPATH"] == f"/judged:{tmp_path / 'other'}"
+
+
 def test_marks_add_up_in_a_session_within_a_session(tmp_path, monkeypatch):
     """A session started from within a session carries both marks, so that the outer one finds what the inner left."""
     monkeypatch.setenv(session.MARK, "outer")

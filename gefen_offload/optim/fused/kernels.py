@@ -43,7 +43,7 @@ ANYWHERE = tl.constexpr(2)  # factored, with segments that may cross rows
 
 
 @triton.jit
-def _factored_inverse(
+def _factored_stepsize(
     words,
     floats,
     means,
@@ -56,7 +56,7 @@ def _factored_inverse(
     ALIGNED: tl.constexpr,
     SPACED: tl.constexpr,
 ):
-    """1 / (sqrt(V/bc2) + eps) of each element of a tile, which begins at the piece's element `start` (int64)."""
+    """(1/bc1) / (sqrt(V/bc2) + eps) of each element of a tile, which begins at the piece's element `start` (int64)."""
     rows = address(words + MOMENTS, tl.float32, 1)
     columns = address(words + COLUMNS, tl.float32, ALIGNED)
     position = start + tl.load(words + POSITION)
@@ -78,7 +78,7 @@ def _factored_inverse(
     else:
         r = tl.load(rows + top + row, mask=inside, other=0.0) * share
         v = tl.fma(r, tl.load(columns + col, mask=inside, other=0.0), 1.2e-38)
-    return inverse_roots(v, 1.0, tl.load(floats + EPS))
+    return inverse_roots(v, 1.0, tl.load(floats + EPS)) * tl.load(floats + INVERSE1)
 
 
 @triton.jit(do_not_specialize=["row", "start"])
@@ -138,6 +138,11 @@ def step_short(
         p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
         magnitude = tl.load(magnitudes, mask=within, other=0.0)
 
+        if MOMENT == BLOCK_MOMENT:
+            # [Note: shared values] Several warps hold one block's value. All of them must have read it before one of
+            # them writes it: reads come before the reductions, whose barriers part them from the writes.
+            moments = address(words + MOMENTS, tl.float32, 1) + block
+            v = tl.load(moments, mask=within, other=0.0)
         m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT), NEAR)
         if not EXACT:
             m = tl.where(inside, m, 0.0)
@@ -147,30 +152,21 @@ def step_short(
         index, level = nearest(x, levels, bins, STEPS)
         tl.store(indices + local, index.to(tl.uint8), mask=inside)
         tl.store(magnitudes, largest, mask=within)
-        rate = tl.load(floats + INVERSE1) * tl.load(floats + LR)
-
         if MOMENT == BLOCK_MOMENT:
             total = tl.sum(square(g, GRADIENT), 0)
-            moments = address(words + MOMENTS, tl.float32, 1) + block
-            v = tl.load(moments, mask=within, other=0.0)
             v = averaged(v, block_mean(total, period, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
             tl.store(moments, v, mask=within)
             stepsize = stepsize_of(v, tl.load(floats + INVERSE2), tl.load(floats + INVERSE1), tl.load(floats + EPS))
-            change = level * largest[None, :] * (stepsize * tl.load(floats + LR))[None, :]
+            stepsize = stepsize[None, :]
         elif MOMENT == ALONG_ROWS:
-            change = (
-                level
-                * (largest * rate)[None, :]
-                * _factored_inverse(
-                    words, floats, scratch, begin, segments, lanes, within, inside, MOMENT, ALIGNED, WIDTH >= 16
-                )
+            stepsize = _factored_stepsize(
+                words, floats, scratch, begin, segments, lanes, within, inside, MOMENT, ALIGNED, WIDTH >= 16
             )
         else:
-            change = (
-                level
-                * (largest * rate)[None, :]
-                * _factored_inverse(words, floats, scratch, begin, local, lanes, within, inside, MOMENT, ALIGNED, False)
+            stepsize = _factored_stepsize(
+                words, floats, scratch, begin, local, lanes, within, inside, MOMENT, ALIGNED, False
             )
+        change = level * largest[None, :] * stepsize * tl.load(floats + LR)
         new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
         tl.store(parameters + local, new, mask=inside)
 
@@ -332,31 +328,23 @@ def step_long(
         x = divided(m * scale[None, :], divisor[None, :], inverse[None, :])
         index, level = nearest(x, levels, bins, STEPS)
         tl.store(indices + local, index.to(tl.uint8), mask=inside)
-        rate = tl.load(floats + INVERSE1) * tl.load(floats + LR)
         if MOMENT == BLOCK_MOMENT:
             stepsize = tl.load(results + 2, mask=within, other=0.0)
-            change = level * largest[None, :] * (stepsize * tl.load(floats + LR))[None, :]
+            stepsize = stepsize[None, :]
         else:
             origin = tl.min(tl.where(within, begin, 0x7FFFFFFFFFFFFFFF), 0)
             near = (begin - origin).to(tl.int32)
             if MOMENT == ALONG_ROWS:
                 near = tl.where(within, near, 0)
-                change = (
-                    level
-                    * (largest * rate)[None, :]
-                    * _factored_inverse(
-                        words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
-                    )
+                stepsize = _factored_stepsize(
+                    words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
                 )
             else:
                 near = lanes[:, None] + tl.where(within, near, 0)[None, :]
-                change = (
-                    level
-                    * (largest * rate)[None, :]
-                    * _factored_inverse(
-                        words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
-                    )
+                stepsize = _factored_stepsize(
+                    words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
                 )
+        change = level * largest[None, :] * stepsize * tl.load(floats + LR)
         new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
         tl.store(parameters + local, new, mask=inside)
 
@@ -408,22 +396,19 @@ def step_single(
         index, level = nearest(x, levels, bins, STEPS)
         tl.store(indices + local, index.to(tl.uint8), mask=inside)
         tl.store(magnitudes + local, largest, mask=inside)
-        rate = tl.load(floats + INVERSE1) * tl.load(floats + LR)
         if MOMENT == BLOCK_MOMENT:
             moments = address(words + MOMENTS, tl.float32, 4) + begin
             v = tl.load(moments + local, mask=inside, other=0.0)
             v = averaged(v, square(g, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
             tl.store(moments + local, v, mask=inside)
             scale = tl.load(floats + INVERSE2)
-            change = level * largest * rate * inverse_roots(tl.maximum(v, 1.2e-38), scale, tl.load(floats + EPS))
+            roots = inverse_roots(tl.maximum(v, 1.2e-38), scale, tl.load(floats + EPS))
+            stepsize = roots * tl.load(floats + INVERSE1)
         else:
-            change = (
-                level
-                * (largest * rate)
-                * _factored_inverse(
-                    words, floats, scratch, begin, local, local, inside, inside, ANYWHERE, ALIGNED, False
-                )
+            stepsize = _factored_stepsize(
+                words, floats, scratch, begin, local, local, inside, inside, ANYWHERE, ALIGNED, False
             )
         p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        change = level * largest * stepsize * tl.load(floats + LR)
         new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
         tl.store(parameters + local, new, mask=inside)

@@ -32,7 +32,7 @@ _square_partials = Kernel(factors.square_partials, 80)
 _finish_rows = Kernel(factors.finish_rows, 80)
 _finish_columns = Kernel(factors.finish_columns, 80)
 _step_single = Kernel(kernels.step_single, 64)
-_step_short = Kernel(kernels.step_short, 64)
+_step_short = {True: Kernel(kernels.step_short, 56), False: Kernel(kernels.step_short, 64)}  # factored or not
 _long_partials = Kernel(kernels.long_partials, 64)
 _long_blocks = Kernel(kernels.long_blocks, 64)
 _step_long = Kernel(kernels.step_long, 64)
@@ -149,7 +149,7 @@ class FusedUpdate:
             constants = (*both, kind.blocks, min(kind.moment, 1), *look)
             _step_single(programs[0], buffers, numbers[0], constants, warps)
         elif not kind.long:
-            _step_short(programs[0], buffers, numbers[0], (*both, *shape, kind.exact, *look), warps)
+            _step_short[kind.moment != 0](programs[0], buffers, numbers[0], (*both, *shape, kind.exact, *look), warps)
         else:
             part = (gradient, *shape, kind.exact, kind.aligned, kind.near, plan.TILES)
             _long_partials(programs[0], buffers, numbers[0], part, warps)

@@ -359,3 +359,12 @@ def test_offload_is_refused_and_moving_is_not(backend: str) -> None:
         optimizer.move_state_("meta")
     assert not optimizer.state_offload_active
     assert differing(optimizer.state_dict(), before) is None
+
+
+def test_adamw_alone_moves_only_where_its_parameters_are() -> None:
+    """Without a Muon side, another device is refused all the same."""
+    model = nn.LayerNorm(4)
+    optimizer = GefenMuonHybrid(model, 1e-2, "adamw")
+    with pytest.raises(ValueError, match=r"move_state_\('meta'\): parameters are on \['cpu'\]"):
+        optimizer.move_state_("meta")
+    optimizer.move_state_("cpu")

@@ -222,15 +222,16 @@ def crossing(context, path):
 
 def test_the_plan_measures_the_link(ranks):
     """A pinned link of several GB/s each way, and a cost per step from it."""
-    plan = ranks.run(planned).values[0]
-    assert plan.link.to_device > 1e9
-    assert plan.link.to_host > 1e9
-    assert 0 < plan.seconds_per_step < 1
+    to_device, to_host, seconds = ranks.run(planned).values[0]
+    assert to_device > 1e9
+    assert to_host > 1e9
+    assert 0 < seconds < 1
 
 
 def planned(context):
     """Worker."""
-    return Gefen(model(context.device)).state_offload_plan()
+    plan = Gefen(model(context.device)).state_offload_plan()
+    return plan.link.to_device, plan.link.to_host, plan.seconds_per_step
 
 
 def test_a_real_copy_failure_poisons(ranks):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gefen_offload import OffloadPolicy
 from gefen_offload.ranks import identical
 from support.simulated import Schedule, SimulatedAccelerator, simulated
 from support.streamed import Row, both, rows, run
@@ -36,20 +37,11 @@ def test_offloaded_repeats_resident_on_a_gpu(ranks, row, fused):
 
 
 @pytest.mark.gpu1
+@pytest.mark.parametrize("deferred", [False, True], ids=["waiting", "deferred"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_default_windows_on_a_gpu(ranks, fused):
-    """With the default policy, pieces of the usual size and parameters of megabytes, the bits are equal as well."""
-    row = Row("large", torch.bfloat16, {"fused": fused}, small_pieces=False, steps=6)
-    for resident, offloaded in ranks.run(large, row).values:
+def test_parameters_of_megabytes_on_a_gpu(ranks, fused, deferred):
+    """With pieces of the usual size and parameters that span several windows of megabytes, the bits are equal too."""
+    policy = OffloadPolicy(staging_bytes=3 * 2**20, deferred=deferred)
+    row = Row("large", torch.bfloat16, {"fused": fused}, policy, small_pieces=False, large=True, steps=6)
+    for resident, offloaded in ranks.run(both, row).values:
         identical(resident, offloaded).check()
-
-
-def large(context, row):
-    """Worker: `both` with parameters that span several windows."""
-    from gefen_offload import OffloadPolicy
-    from support import streamed
-
-    shapes = {"embedding": (6000, 1024), "up": (4096, 1024), "bias": (4096,), "down": (1024, 4096), "norm": (1024,)}
-    streamed.SHAPES.clear()
-    streamed.SHAPES.update(shapes)
-    return both(context, replace(row, policy=OffloadPolicy(staging_bytes=3 * 2**20)))

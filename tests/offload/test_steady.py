@@ -77,7 +77,7 @@ def test_the_first_windows_travel_while_the_step_is_prepared(accelerator, monkey
 
 
 def test_a_prefetch_is_cancelled_without_writing_back(accelerator):
-    """Where a step does not come to its update, the host state is untouched, and the run goes on as the resident one."""
+    """Where a step does not come to its update, the host state is untouched, and the run goes on as if resident."""
     training = Training(ROW, CPU)
     training.step(0, True)
     before = bits(training.optimizer)["state"]
@@ -141,16 +141,18 @@ def test_staging_is_three_windows(accelerator):
 
 
 def test_staging_that_grew_is_given_back(accelerator):
-    """Where a later group needs larger slots, the smaller ones and the plans on them are gone."""
-    named = [(f"p{i}", nn.Parameter(torch.randn(40))) for i in range(4)]
-    optimizer = Gefen(named)
-    optimizer.offload_state_()
-    for step in range(3):
-        for parameter in optimizer.param_groups[-1]["params"]:
+    """Where another set of parameters needs larger slots, the smaller ones are gone, with the plans made on them."""
+    small, large = nn.Parameter(torch.randn(40)), nn.Parameter(torch.randn(4096))
+    optimizer = Gefen([("small", small), ("large", large)])
+    small.grad, large.grad = torch.randn(40), torch.randn(4096)
+    optimizer.step()
+    optimizer.offload_state_(policy=OffloadPolicy(staging_bytes=128))
+    for graded in ([small], [small, large], [small]):
+        optimizer.zero_grad()
+        for parameter in graded:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        optimizer.add_param_group({"params": [(f"late{step}", nn.Parameter(torch.randn(500 * (step + 1))))]})
-    assert accelerator.held[0] == optimizer.state_offload_report().staging_bytes
+    assert accelerator.held[0] == optimizer.state_offload_report().staging_bytes > 3 * 4096
 
 
 def test_a_small_state_takes_small_slots(accelerator):

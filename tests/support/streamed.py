@@ -55,6 +55,7 @@ class Row:
     transposed: bool = False
     alike: bool = False
     small_pieces: bool = True
+    large: bool = False
     steps: int = STEPS
 
     def __str__(self) -> str:
@@ -124,6 +125,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "head": (24, 12),
     "head.bias": (24,),
 }
+LARGE = {"embedding": (6000, 1024), "up": (4096, 1024), "bias": (4096,), "down": (1024, 4096), "norm": (1024,)}
 ALIKE = {f"layer{index}": (16, 8) for index in range(8)} | {"odd": (33,)}
 
 
@@ -132,7 +134,7 @@ class Training:
 
     def __init__(self, row: Row, device: torch.device) -> None:
         self.row, self.device = row, device
-        self.named = self._parameters(ALIKE if row.alike else SHAPES)
+        self.named = self._parameters(LARGE if row.large else ALIKE if row.alike else SHAPES)
         self.late = self._parameters({"late": (20, 6), "late.bias": (20,)}) if row.add_group is not None else {}
         self.optimizer = self._optimizer()
         self.scaler = torch.amp.GradScaler(device.type, init_scale=8.0, enabled=bool(row.overflow))
@@ -244,5 +246,4 @@ def on_cpu(value: Any) -> Any:
 
 def both(context: Any, row: Row) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Worker: the resident and the offloaded run of a row, on the rank's own device."""
-    torch.use_deterministic_algorithms(True)
     return run(row, context.device, offload=False), run(row, context.device, offload=True)

@@ -57,9 +57,9 @@ def advance(context: Any, running: Any, first: int, last: int) -> list[float]:
 
 
 def without_wrapper(context: Any) -> list[float]:
-    """Worker: the same training under DDP alone, with the block second moment that ZeRO's flat partitions imply."""
+    """Worker: the same training under DDP alone, with the same optimizer."""
     model = nn.parallel.DistributedDataParallel(build(SHAPE, seed=3, device=context.device))
-    optimizer = Gefen(model.parameters(), lr=1e-3, factored_v_2d=False)
+    optimizer = Gefen(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
         loss = model(*inputs(context, step))

@@ -42,12 +42,12 @@ class Harness:
     lease_patience: float = LEASE_PATIENCE
 
     def __post_init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="gefen-ranks-"))
+        self.folder = Path(tempfile.gettempdir()) / f"gefen-ranks-{self.token}"
         self.troubles: list[str] = []  # found between tests, for whoever reports next
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._reaper = Reaper(self.token)
-        self._reaper.record_folder(self.folder)
+        self._reaper = Reaper(self.token, self.folder)
+        self.folder.mkdir(mode=0o700)  # after the reaper: who is killed between the two leaves nothing
         self._pools: list[Pool] = []
         self._spares: list[RankProcess] = []
         self._names = itertools.count()

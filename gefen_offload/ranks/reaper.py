@@ -1,7 +1,7 @@
 """The reaper: a process without torch that outlives its run by a moment, to leave nothing of it behind.
 
-It reads a lifeline, a socket, from the run. While the run lives it is told which process groups and folders there are;
-when the lifeline breaks, however the run ended, it kills those groups, what they started, and removes the folders.
+It reads a lifeline, a socket, from the run. While the run lives it is told which process groups there are; when the
+lifeline breaks, however the run ended, it kills those groups and what they started, and removes the run's folder.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ POLL = 0.5  # seconds between looks at whether the parent is still ours: a copy 
 class Reaper:
     """The run's end of the lifeline."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, folder: Path) -> None:
         root = str(Path(__file__).resolve().parents[2])
         code = f"import sys; sys.path.insert(0, {root!r}); from gefen_offload.ranks.reaper import main; main()"
         self._line, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-c", code, token, str(os.getpid())],
+            [sys.executable, "-S", "-c", code, token, str(os.getpid()), str(folder)],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -45,9 +45,6 @@ class Reaper:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    def record_folder(self, path: Path) -> None:
-        self._tell(f"folder {path}")
 
     def hold(self, lease: Lease) -> None:
         """Keep the lease's locks until the run's ranks are dead, if the run dies first."""
@@ -76,28 +73,27 @@ class Reaper:
 
 
 def main() -> None:
-    """Entry point of the reaper's process: TOKEN PARENT."""
-    token, parent = sys.argv[1], int(sys.argv[2])
+    """Entry point of the reaper's process: TOKEN PARENT FOLDER."""
+    token, parent, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
-    members, folders, lease_folders = _listen(parent)
+    members, lease_folders = _listen(parent)
     end(members, [token])
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     end(members, [token])
+    shutil.rmtree(folder, ignore_errors=True)
     if lease_folders:
         from gefen_offload.ranks.lease import sweep
 
         os.closerange(3, 256)  # the locks that were held for the dead
-        for folder in lease_folders:
-            sweep(Path(folder))
+        for leases in lease_folders:
+            sweep(Path(leases))
     os._exit(0)
 
 
-def _listen(parent: int) -> tuple[set[Member], set[str], set[str]]:
+def _listen(parent: int) -> tuple[set[Member], set[str]]:
     """Follow the lifeline until it breaks; what is recorded then."""
     members: set[Member] = set()
-    folders: set[str] = set()
     leases: set[str] = set()
     rest = b""
     lifeline = socket.socket(fileno=0)
@@ -107,15 +103,13 @@ def _listen(parent: int) -> tuple[set[Member], set[str], set[str]]:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             word, _, text = line.decode().partition(" ")
-            if word == "folder":
-                folders.add(text)
-            elif word == "sweep":
+            if word == "sweep":
                 leases.add(text)
             elif word in ("add", "drop"):
                 pid, started = map(int, text.split())
                 (members.add if word == "add" else members.discard)(Member(pid, started))
         if (ready and not chunk) or (not ready and os.getppid() != parent):
-            return members, folders, leases
+            return members, leases
 
 
 def _read(lifeline: socket.socket) -> bytes:

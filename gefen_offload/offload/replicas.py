@@ -89,6 +89,8 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks | None:
     """The ranks of `group`, or of the default one; None where no other rank takes part."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    if group is not None and dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the process_group that it was given: pass one of its own")
     members = tuple(dist.get_process_group_ranks(group) if group is not None else range(dist.get_world_size()))
     rank = dist.get_rank()
     if len(members) < 2 or rank not in members:

@@ -51,10 +51,10 @@ class OffloadPlan:
         return "\n".join(
             [
                 f"offload plan: {self.elements:,} elements in {self.parameters} parameters",
-                _line("state", f"{_mib(self.state_bytes)}{' (estimated: no step yet)' if self.estimated else ''}"),
-                _line("freed on the GPU", f"{_mib(self.freed_bytes)}, after {_mib(self.staging_bytes)} of staging"),
-                _line("pinned on the host", _mib(self.pinned_bytes)),
-                _line("host, this node", f"{_mib(self.node_host_bytes)} for {self.ranks_on_node} rank(s)"),
+                _line("state", f"{_size(self.state_bytes)}{' (estimated: no step yet)' if self.estimated else ''}"),
+                _line("freed on the GPU", f"{_size(self.freed_bytes)}, after {_size(self.staging_bytes)} of staging"),
+                _line("pinned on the host", _size(self.pinned_bytes)),
+                _line("host, this node", f"{_size(self.node_host_bytes)} for {self.ranks_on_node} rank(s)"),
                 _line("link", f"{_rate(self.link.to_device)} to the GPU, {_rate(self.link.to_host)} back"),
                 _line("added to a step", f"{step} at most, where copies overlap both ways"),
             ]
@@ -98,11 +98,11 @@ class OffloadReport:
             f"offload is on: {self.steps} steps in {self.windows} windows, {self.steps_skipped} without a gradient",
             _line("to the GPU", _direction(self.to_device)),
             _line("back", _direction(self.to_host)),
-            _line("staging on the GPU", f"{_mib(self.staging_bytes)} in {SLOTS} slots"),
-            _line("pinned on the host", f"{_mib(self.pinned_reserved)} for {_mib(self.pinned_asked)} of state"),
+            _line("staging on the GPU", f"{_size(self.staging_bytes)} in {SLOTS} slots"),
+            _line("pinned on the host", f"{_size(self.pinned_reserved)} for {_size(self.pinned_asked)} of state"),
         ]
         if self.pageable:
-            lines.append(_line("pageable", f"{_mib(self.pageable)}: copies are slow"))
+            lines.append(_line("pageable", f"{_size(self.pageable)}: copies are slow"))
         if self.poisoned:
             lines.append(_line("poisoned", self.poisoned))
         return "\n".join(lines)
@@ -207,8 +207,8 @@ def _line(label: str, text: str) -> str:
     return f"  {label:<20}{text}"
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:,.1f} MiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / MIB:,.1f} MiB" if nbytes >= MIB else f"{nbytes / 2**10:,.1f} KiB"
 
 
 def _rate(rate: float | None) -> str:
@@ -216,4 +216,4 @@ def _rate(rate: float | None) -> str:
 
 
 def _direction(direction: Direction) -> str:
-    return f"{_mib(direction.nbytes)} in {direction.seconds:.3f} s, {_rate(direction.rate)}"
+    return f"{_size(direction.nbytes)} in {direction.seconds:.3f} s, {_rate(direction.rate)}"

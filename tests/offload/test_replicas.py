@@ -236,9 +236,12 @@ def differ_on_purpose(context):
     """Worker: different weights, verified in a group of one, then not verified."""
     import torch.distributed as dist
 
-    alone = [dist.new_group([rank]) for rank in range(context.world)][context.rank]
+    groups = [dist.new_group([rank]) for rank in range(context.world)]
+    alone, other = groups[context.rank], groups[1 - context.rank]
     with simulated(SimulatedAccelerator()):
         _, narrowed = situations.different_weights(context)
+        with pytest.raises(ValueError, match="is not in the process_group"):
+            narrowed.offload_state_(process_group=other)
         narrowed.offload_state_(process_group=alone)
         _, skipped = situations.different_weights(context)
         skipped.offload_state_(policy=OffloadPolicy(verify_replicas=False))

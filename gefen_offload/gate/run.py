@@ -66,13 +66,11 @@ class Foreign:
 def own(root: Path, options: Options) -> int:
     """Judge this checkout's wheel; the exit code."""
     progress = Progress()
-    if options.selftest and not selftested(progress):
-        return Status.INCOMPLETE
     source = checkout.source(root, options.commit)
     folder = rundir.make(root, options.run_dir, (source.commit or source.digest)[:10])
     progress.say(f"run directory {folder}")
     try:
-        built = Path(options.wheel).resolve() if options.wheel else wheel.build(root, sys.executable, folder / "wheel")
+        built = wheel.given(Path(options.wheel), folder / "wheel") if options.wheel else build(root, folder)
         installed = wheel.install(built, folder / "site", root)
     except WheelError as error:
         print(f"gefen-offload gate: {error}", file=sys.stderr)
@@ -89,11 +87,18 @@ def own(root: Path, options: Options) -> int:
     stopped = preflight(folder, lists, before)
     if stopped is not None:
         return finish(folder, stopped)
+    if options.selftest and not selftested(progress):
+        return Status.INCOMPLETE
     progress.say("smoke: two ranks, an all-reduce of a known value")
     before = dataclasses.replace(before, smoke=smoke(folder, before))
     record = sessions(root, folder, lists, before, options, progress) if before.smoke is None else ()
     after = facts.gather(sys.executable, checkout.source(root, options.commit), wheel.again(installed, built))
     return finish(folder, Evidence(lists, record, before, after, baseline_for(root, before)))
+
+
+def build(root: Path, folder: Path) -> Path:
+    """The checkout's wheel, in the run directory."""
+    return wheel.build(root, sys.executable, folder / "wheel")
 
 
 def selftested(progress: Progress) -> bool:

@@ -51,6 +51,14 @@ def build(root: Path, python: str, into: Path) -> Path:
     return into / done.stdout.splitlines()[-1]
 
 
+def given(wheel: Path, into: Path) -> Path:
+    """A wheel that was built elsewhere, copied to the evidence: what is published later is this copy."""
+    if not wheel.is_file():
+        raise WheelError(f"--wheel {wheel}: there is no such file")
+    into.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(wheel, into / wheel.name))
+
+
 def copy_source(source: Path, target: Path) -> None:
     """Copy a file or a folder, without caches and writable whatever the original was."""
     if source.is_file():

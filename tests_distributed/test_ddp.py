@@ -6,7 +6,7 @@ import pytest
 
 from gefen_offload.ranks import identical
 from support.cases import CASES, with_path
-from support.training import Case, train, train_both
+from support.training import Case, train, train_both, train_both_simulated
 
 ON_GLOO = [case for case in CASES if not case.uneven and not case.compress]  # torch offers that hook on NCCL only
 PATHS = [with_path(case, fused) for case in CASES for fused in (True, False)]
@@ -27,54 +27,68 @@ def without_residency(trace):
 
 
 def check_pairs(values, case):
-    """Every rank's two runs agree, the offloaded one kept its state on the CPU, and the replicas agree."""
+    """Every rank's two runs agree, and the replicas of each agree."""
     for rank, (resident, offloaded) in enumerate(values):
         assert len(resident) == len(offloaded) == case.steps - (2 * rank if case.uneven else 0)
-        assert all(shot["residency"] in ([], ["cpu"]) for shot in offloaded)
-        assert offloaded[-1]["residency"] == ["cpu"]
-        assert resident[-1]["residency"] == ["cuda"]
         identical(without_residency(resident), without_residency(offloaded)).check()
     if not case.uneven:
         for _, offloaded in values[1:]:
             identical(replicas(values[0][1]), replicas(offloaded)).check()
 
 
+def check_residency(values):
+    """The resident run kept its state on the GPU, the offloaded one on the CPU after every step."""
+    for resident, offloaded in values:
+        assert all(shot["residency"] in ([], ["cpu"]) for shot in offloaded)
+        assert offloaded[-1]["residency"] == ["cpu"]
+        assert resident[-1]["residency"] == ["cuda"]
+
+
 @pytest.mark.gpu2
 @pytest.mark.parametrize("case", PATHS, ids=name)
 def test_offloaded_equals_resident(ranks, case):
     """On two GPUs an offloaded run has the resident run's gradients, parameters, state, codebook and losses."""
-    check_pairs(ranks.run(train_both, case).values, case)
+    values = ranks.run(train_both, case).values
+    check_pairs(values, case)
+    check_residency(values)
 
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("case", [c for c in PATHS if not c.uneven and c.scaler_overflow_at is None], ids=name)
 def test_offloaded_equals_resident_on_one_gpu(ranks, case):
     """The same at world 1, where DDP still hooks and buckets the gradients."""
-    check_pairs(ranks.run(train_both, case).values, case)
+    values = ranks.run(train_both, case).values
+    check_pairs(values, case)
+    check_residency(values)
 
 
 @pytest.mark.gpu4
 @pytest.mark.parametrize("case", PATHS, ids=name)
 def test_offloaded_equals_resident_on_four_gpus(ranks, case):
     """The same at world 4."""
-    check_pairs(ranks.run(train_both, case).values, case)
+    values = ranks.run(train_both, case).values
+    check_pairs(values, case)
+    check_residency(values)
 
 
 @pytest.mark.gpu8
 @pytest.mark.parametrize("case", PATHS[:8], ids=name)
 def test_offloaded_equals_resident_on_eight_gpus(ranks, case):
     """The same at world 8, for the rows that do not shrink a rank's work to nothing."""
-    check_pairs(ranks.run(train_both, case).values, case)
+    values = ranks.run(train_both, case).values
+    check_pairs(values, case)
+    check_residency(values)
 
 
 @pytest.mark.gloo2
 @pytest.mark.parametrize("case", ON_GLOO, ids=name)
-def test_replicas_stay_equal(ranks, case):
-    """Two resident CPU replicas hold the same bits after every step, and really trained."""
-    first, second = ranks.run(train, case, False).values
-    identical(replicas(first), replicas(second)).check()
-    assert first[-1]["loss"] < first[0]["loss"]
-    assert first[-1]["global_step"] == case.steps - (case.scaler_overflow_at is not None)
+def test_streamed_equals_resident_on_the_cpu(ranks, case):
+    """Two CPU replicas train, stay equal, and repeat themselves to the bit through the simulated accelerator."""
+    values = ranks.run(train_both_simulated, case).values
+    check_pairs(values, case)
+    trained = values[0][0]
+    assert trained[-1]["loss"] < trained[0]["loss"]
+    assert trained[-1]["global_step"] == case.steps - (case.scaler_overflow_at is not None)
 
 
 @pytest.mark.gloo2

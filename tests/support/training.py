@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gefen_offload import Gefen
 from support.corpus import batch
 from support.gpt import GPT, GPTShape, build
+from support.simulated import SimulatedAccelerator, simulated
 
 Snapshot = dict[str, Any]
 
@@ -167,6 +168,13 @@ def snapshot(model: torch.nn.Module, optimizer: Gefen) -> Snapshot:
 def on_cpu(value: Any) -> Any:
     """A copy on the CPU of a tensor; any other value as it is."""
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def train_both_simulated(context: Any, case: Case) -> tuple[list[Snapshot], list[Snapshot]]:
+    """Worker: as `train_both` on CPU ranks, where the offloaded run streams through the simulated accelerator."""
+    resident = train(context, case, False)
+    with simulated(SimulatedAccelerator()):
+        return resident, train(context, case, True)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def test_same_as_plain(ranks: Any) -> None:
     for record in ranks.options(timeout=280).run(compare_all).values[0]:
         assert (record["indices"], record["magnitudes"]) == (0, 0.0), record
         assert record["moments"] < 2e-2 if "bfloat16" in record["name"] else record["moments"] < 1e-6, record
-        assert record["update"] <= 2, record
+        assert record["update"] <= 4, record  # second moments are sums in another order
         assert record["same_when_cut"], record
 
 
@@ -36,7 +36,7 @@ def step_twice(context: Any) -> dict[str, int]:
     cases = (Case((512, 2048), 2048, factored=True), Case((2048,), 2048), Case((96, 2048), 3 * 2**14, factored=True))
     pieces = [piece for case in cases for _ in range(20) for piece in pieces_of(case, torch.bfloat16, context.device)]
     levels, fused = levels_on(context.device), FusedUpdate(context.device)
-    for _ in range(10):
+    for _ in range(2):
         fused(pieces, levels)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -60,23 +60,26 @@ class Table:
         self._device = device
         self.event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._used = False
-        self._reserve(4096)
+        self._words = 0
+        self.reserve(2**15)
 
-    def _reserve(self, words: int) -> None:
-        pinned = self._device.type == "cuda"
-        self._host = torch.empty(words, dtype=torch.int64, pin_memory=pinned)
+    def reserve(self, size: int) -> None:
+        """Have room for `size` bytes. Content that is still being read is waited for."""
+        if size <= 8 * self._words:
+            return
+        self._wait()
+        self._words = size // 4  # twice as much, so that it is seldom done again
+        self._host = torch.empty(self._words, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._bytes = memoryview(self._host.numpy()).cast("B")  # type: ignore[arg-type, unused-ignore]
-        words_there = torch.empty(words, dtype=torch.int64, device=self._device)
-        self.buffers = (words_there, words_there.view(torch.float32), words_there.view(torch.int32))
+        words = torch.empty(self._words, dtype=torch.int64, device=self._device)
+        self.buffers = (words, words.view(torch.float32), words.view(torch.int32))
 
     def upload(self, content: bytes) -> None:
         """Put `content` (a multiple of 8 bytes) at the beginning of the device's table, on the current stream."""
-        if self._used and self.event is not None:
-            self.event.synchronize()  # [Note: reuse] neither the copy nor a kernel may still read the old content
-        words = len(content) // 8
-        if words > self._host.numel():
-            self._reserve(2 * words)
+        self.reserve(len(content))
+        self._wait()
         self._bytes[: len(content)] = content
+        words = len(content) // 8
         self.buffers[0][:words].copy_(self._host[:words], non_blocking=True)
 
     def release(self) -> None:
@@ -84,6 +87,11 @@ class Table:
         self._used = True
         if self.event is not None:
             self.event.record()
+
+    def _wait(self) -> None:
+        """[Note: reuse] Neither the copy nor a kernel may still read the old content when it is written over."""
+        if self._used and self.event is not None:
+            self.event.synchronize()
 
 
 class Scratch:

@@ -106,7 +106,10 @@ class FusedUpdate:
             launches.add(*matrices)
         for pieces in description.steps.items():
             launches.add(*pieces)
-        table.upload(launches.content())
+        content = launches.content()
+        for each in self._tables:  # all grow at once: one warm step, and no later one allocates
+            each.reserve(len(content))
+        table.upload(content)
         for kind, numbers, programs, warps in launches.calls():
             if isinstance(kind, FactorKind):
                 self._average(kind, table, numbers, programs, warps)

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gefen_offload.gate import checkout
 from gefen_offload.gate.reason import Finding, Reason
 
 TRIPWIRE = 0.10
 NOISE_LIMIT = 0.15
 CHECK = "performance"
+FOLDER = "ci/baseline"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,25 @@ def times(measured: Measurement, baseline: Measurement) -> list[Finding]:
             detail = f"{value:.3f} of the reference, baseline {baseline.times[name]:.3f}, limit {limit:.3f}"
             findings.append(Finding(Reason.TIME_EXCEEDED, CHECK, name, detail))
     return findings
+
+
+def mixed_commits(root: Path) -> list[str]:
+    """Commits that changed a baseline together with anything else, or without the report that it was made from.
+
+    The first commit of a history, and the one at which a shallow clone is cut, are not judged.
+    """
+    log = checkout.git(root, "log", "--min-parents=1", "--format=%H", "--", FOLDER) or ""
+    return [f"{commit[:12]} {why}" for commit in log.split() if (why := mixed(root, commit))]
+
+
+def mixed(root: Path, commit: str) -> str:
+    """What is wrong with how one commit changed baselines; empty if nothing."""
+    names = (checkout.git(root, "show", "--format=", "--name-only", "-m", "--first-parent", commit) or "").split("\n")
+    others = [name for name in names if name and not name.startswith(f"{FOLDER}/")]
+    if others:
+        return f"changes a baseline and {others[0]}"
+    alone = [name for name in names if name.endswith(".json") and f"{name.removesuffix('.json')}.html" not in names]
+    return f"changes {alone[0]} without its report" if alone else ""
 
 
 def file_name(gpu: str) -> str:

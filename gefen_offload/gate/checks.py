@@ -175,6 +175,7 @@ CHECKS: dict[str, Callable[[Place, list[str]], tuple[int | None, str]]] = {
     "types": module_check("mypy"),
     "workflows": workflows,
     "manifest": gate("manifest", "--check"),
+    "baseline": gate("baseline", "--check"),
     "selftest": gate("selftest"),
     "tests": tests,
     "fresh": fresh,

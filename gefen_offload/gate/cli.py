@@ -4,6 +4,7 @@ box unfit, 4 evidence incomplete."""
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lists.set_defaults(run=manifest_command)
 
     base = commands.add_parser("baseline", help="the performance baseline of this machine's GPU")
-    base.add_argument("--update", metavar="RUN_DIR", type=Path, required=True, help="make it from a kept run")
+    how = base.add_mutually_exclusive_group(required=True)
+    how.add_argument("--update", metavar="RUN_DIR", type=Path, help="make it from a kept run")
+    how.add_argument("--check", action="store_true", help="exit 1 if a commit changed one together with other files")
     base.set_defaults(run=baseline_command)
 
 
@@ -125,9 +128,14 @@ def selftest_command(arguments: argparse.Namespace) -> int:
 
 
 def baseline_command(arguments: argparse.Namespace) -> int:
-    """Make the baseline of a GPU model from a kept run's measurement."""
+    """Make the baseline of a GPU model from a kept run's measurement, or look at how the baselines were committed."""
     from gefen_offload.gate import baseline, rundir, verdict
 
+    if arguments.check:
+        wrong = baseline.mixed_commits(the_checkout())
+        for line in wrong:
+            print(f"baseline: {line}")
+        return int(bool(wrong))
     measured = verdict.measured(rundir.load(arguments.update).record)
     if measured is None:
         print(f"gefen-offload gate baseline: {arguments.update} holds no measurement", file=sys.stderr)
@@ -136,7 +144,8 @@ def baseline_command(arguments: argparse.Namespace) -> int:
     folder.mkdir(exist_ok=True)
     path = folder / baseline.file_name(measured.identity.gpu)
     rundir.write_json(path, measured)
-    print(f"written: {path}; commit it alone, beside {arguments.update}/report.html")
+    shutil.copyfile(arguments.update / "report.html", path.with_suffix(".html"))
+    print(f"written: {path}, and beside it the report that it was made from; commit the two alone")
     return 0
 
 

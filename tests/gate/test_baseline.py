@@ -9,6 +9,7 @@ import pytest
 from gefen_offload.gate import baseline, rundir
 from gefen_offload.gate.reason import Reason
 from gefen_offload.gate.selftest.release import MEASURED
+from support.checkout import git
 
 
 def reasons(measured, against=MEASURED):
@@ -47,3 +48,41 @@ def test_a_baseline_reads_back(tmp_path):
     rundir.write_json(tmp_path / baseline.file_name("Imaginary 9 (80 GB)"), MEASURED)
     assert baseline.load(tmp_path, "Imaginary 9 (80 GB)") == MEASURED
     assert baseline.load(tmp_path, "Imaginary 8") is None
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A repository whose first commit holds one file."""
+    git(tmp_path, "init", "-q")
+    return committed(tmp_path, "code.py")
+
+
+def committed(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(str(len(list(root.rglob("*")))))
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", " ".join(names))
+    return root
+
+
+def test_a_baseline_in_its_own_commit(tree):
+    """A baseline that was committed alone with its report is in order, and other commits do not matter."""
+    committed(tree, "ci/baseline/a.json", "ci/baseline/a.html")
+    committed(tree, "code.py")
+    assert baseline.mixed_commits(tree) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (("ci/baseline/a.json", "ci/baseline/a.html", "code.py"), "changes a baseline and code.py"),
+        (("ci/baseline/a.json",), "changes ci/baseline/a.json without its report"),
+    ],
+    ids=["with-code", "without-report"],
+)
+def test_a_baseline_among_other_changes(tree, names, says):
+    """A commit that loosens a limit together with the code that needs it loosened is named."""
+    found = baseline.mixed_commits(committed(tree, *names))
+    assert len(found) == 1
+    assert found[0].endswith(says)

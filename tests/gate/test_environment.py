@@ -141,7 +141,16 @@ def test_the_start_script_needs_a_python(tmp_path):
         (tmp_path / name).symlink_to(Path(shutil.which(name) or ""))
     done = subprocess.run([str(ROOT / "ci" / "gate")], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no Python 3.10 or newer on PATH" in done.stderr
+    assert "no Python 3.10 or newer: none on PATH" in done.stderr
+
+
+def test_a_named_python_that_does_not_start_is_an_error(tmp_path):
+    """PYTHON names the interpreter; another one is not taken instead."""
+    done = subprocess.run(
+        [str(ROOT / "ci" / "gate")], env={**os.environ, "PYTHON": "/no/such"}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "no Python 3.10 or newer: /no/such" in done.stderr
 
 
 def test_the_start_script_runs_from_anywhere(tmp_path):

@@ -16,7 +16,7 @@ from gefen_offload.ranks.rank import DUMP_SIGNAL
 if TYPE_CHECKING:
     from gefen_offload.ranks.process import RankProcess
 
-PATIENCE = 0.5  # seconds for all stacks together
+PATIENCE = 0.4  # seconds for all stacks together, and again for all flight recorders
 _QUIET = 0.04
 
 
@@ -38,15 +38,23 @@ def look(processes: Sequence[RankProcess]) -> list[Look]:
             _send(process.pid, signal.SIGCONT)
         if _handles(process.pid, DUMP_SIGNAL):
             _send(process.pid, DUMP_SIGNAL)
-        _ask(process.boot.file("ask"))
-    _wait_for_stacks([p.boot.file("stack") for p in processes], before)
+    _wait_for([p.boot.file("stack") for p in processes], before)
+    _ask_for_flights([p for p in processes if p.boot.torch])
     return [
         Look(found, _read(p.boot.file("stack"), start), _read(p.boot.file("flight"), 0))
         for p, found, start in zip(processes, states, before, strict=True)
     ]
 
 
-def _wait_for_stacks(files: Sequence[Path], before: Sequence[int]) -> None:
+def _ask_for_flights(processes: Sequence[RankProcess]) -> None:
+    """Only when the stacks are written: a stack is read without the GIL, so no thread of ours should run meanwhile."""
+    for process in processes:
+        _ask(process.boot.file("ask"))
+    if processes:
+        _wait_for([p.boot.file("flight") for p in processes], [0] * len(processes))
+
+
+def _wait_for(files: Sequence[Path], before: Sequence[int]) -> None:
     """Until every file has grown and rests, or patience ends."""
     limit = time.monotonic() + PATIENCE
     sizes = list(before)

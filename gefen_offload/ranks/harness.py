@@ -88,6 +88,7 @@ class Harness:
             if pool not in self._pools:
                 return
             self._pools.remove(pool)
+            pool.retired = True
             self._end(pool.processes)
             if pool.lease is not None:
                 pool.lease.release()
@@ -145,14 +146,17 @@ class Harness:
     def _let_go(self) -> None:
         """Retire our own idle pools that hold GPUs."""
         with self._lock:
-            for pool in [p for p in self._pools if p.lease is not None and not p.busy]:
+            for pool in self._idle_with_lease():
                 self.retire(pool)
+
+    def _idle_with_lease(self) -> list[Pool]:
+        return [p for p in self._pools if p.lease is not None and not p.busy and not p.private]
 
     def _yield_idle(self) -> None:
         """The watching thread: an idle lease that another run waits for is given back."""
         while not self._closed.wait(LOOK):
             with self._lock:
-                for pool in [p for p in self._pools if p.lease is not None and not p.busy]:
+                for pool in self._idle_with_lease():
                     if leasing.wanted(pool.lease.devices if pool.lease else ()):
                         self.retire(pool)
 

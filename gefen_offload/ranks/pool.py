@@ -36,6 +36,7 @@ class Pool:
         self.key, self.processes, self.lease = key, processes, lease
         self.private = private  # of one test: nobody else gets it
         self.busy = True
+        self.retired = False
         self.last_test = ""
         self.used = time.monotonic()
         self._join = join
@@ -61,6 +62,8 @@ class Pool:
 
     def dead(self) -> list[str]:
         """Ranks that ended although nobody asked them to."""
+        if self.retired:
+            return ["the pool was retired"]
         found = [(rank, process.exit_code()) for rank, process in enumerate(self.processes)]
         return [f"rank {rank} {_ending(code)}" for rank, code in found if code is not None]
 

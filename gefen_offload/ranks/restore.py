@@ -11,6 +11,7 @@ from typing import Any
 
 from gefen_offload.ranks.wire import Task
 
+PARENTS_ALONE = ("CUDA_VISIBLE_DEVICES",)  # the rank has its lease's
 KEPT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_FR_", "TORCH_NCCL_", "GEFEN_RANKS_")
 IGNORED_FILES = ("/dev/", "anon_inode:", "/memfd:", "/proc/")
 GPU_TOLERANCE = 32 << 20  # bytes: workspaces that libraries keep
@@ -141,7 +142,7 @@ def _set_environment(wanted: dict[str, str]) -> None:
         if name not in wanted and not name.startswith(KEPT):
             del os.environ[name]
     for name, value in wanted.items():
-        if os.environ.get(name) != value and not name.startswith(KEPT):
+        if os.environ.get(name) != value and name not in PARENTS_ALONE:
             os.environ[name] = value
 
 

@@ -89,6 +89,7 @@ class Run:
     def _pool(self) -> tuple[Pool, list[Outcome]]:
         """The shared pool; or one of this test alone, if it asked for one or a fault fires while ranks are set up."""
         in_setup = any(f.in_setup for f in self.options.faults)
+        self._give_back_other_gpus()
         if not self.options.fresh and not in_setup:
             return self.harness.take(self.key)
         kept = self.host.pools.get(self.key)
@@ -99,6 +100,13 @@ class Run:
         pool, joined = self.harness.take(self.key, fresh=True, faults=self.options.faults if in_setup else ())
         self.host.pools[self.key] = pool
         return pool, joined
+
+    def _give_back_other_gpus(self) -> None:
+        """A test must not wait for a lease that its own earlier run, with other options, still holds."""
+        for key, pool in list(self.host.pools.items()):
+            if key.gpus and (key != self.key or not self.options.fresh):
+                self.harness.retire(pool)
+                del self.host.pools[key]
 
     def _tasks(self, payloads: Sequence[Payload], folder: Path) -> list[Task]:
         task = Task(

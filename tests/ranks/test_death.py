@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 import uuid
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from support.child_pytest import ChildPytest, wait_until
 
+pytestmark = pytest.mark.timeout(7200)  # each wait has a bound of its own; see GEFEN_RANKS_KILLS
 SUITE = Path(__file__).parent / "suites" / "mortal_suite.py"
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT]
 
@@ -120,6 +122,10 @@ def random_kill(folder: Path, chance: random.Random) -> None:
     if mortal.child.process.poll() is None:
         target = os.killpg if chance.random() < 0.3 else os.kill
         target(mortal.child.process.pid, number)
+    try:
+        mortal.child.process.wait(20)
+    except subprocess.TimeoutExpired:
+        mortal.child.process.kill()  # an interrupt was lost in the import of a library, which Python allows
     mortal.check_gone()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from support.child_pytest import ChildPytest, run_child
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for whole suites
 BROKEN = Path(__file__).parent / "suites"
 SLACK = 12.0  # seconds on a busy machine: the sleeps in the broken tests are 60 s, so this still tells
 

@@ -195,6 +195,12 @@ def test_visible_devices_are_respected(tmp_path):
     assert {uuid for uuid, _ in run.noted("begin")} == {"SIM-3", "SIM-1"}
 
 
+def test_a_test_does_not_wait_for_itself(tmp_path):
+    """A test that runs on fresh and on warm ranks, which both need all GPUs, gives back before it takes."""
+    run = Leased(tmp_path, 2, "-k", "test_fresh_and_warm", "--ranks-lease-timeout", "20")
+    assert run.child.wait() == 0, run.child.output
+
+
 def test_too_few_gpus(tmp_path):
     """Too few GPUs: a skip that says how many, unless --require-gpus covers the test, then an error."""
     lenient = Leased(tmp_path, 2, "-k", "test_four", "--require-gpus", "2", name="lenient")

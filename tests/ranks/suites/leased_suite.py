@@ -61,3 +61,10 @@ def test_idle_then():
     release = Path(os.environ["NOTES"] + ".release")
     while not release.exists():
         time.sleep(0.02)
+
+
+@pytest.mark.gpu2
+def test_fresh_and_warm(ranks):
+    check(ranks.options(fresh=True), 2)
+    check(ranks, 2)
+    check(ranks.options(fresh=True), 2)

@@ -58,7 +58,7 @@ class FirstStep:
 
     def histogram(self, gradients: Sequence[tuple[Tensor, int]]) -> Tensor:
         """Counts, int64 (4096,), of all of the flat gradients with their periods: `block_histogram`, summed."""
-        with torch.cuda.device_of(self._anchor):
+        with torch.cuda.device_of(self._anchor):  # type: ignore[no-untyped-call, unused-ignore]
             return self._histogram(gradients)
 
     def _histogram(self, gradients: Sequence[tuple[Tensor, int]]) -> Tensor:
@@ -113,7 +113,7 @@ class FirstStep:
         odd = [d for d in lattice.divisors if d % 2]
         if odd[-1] > ODD_CHUNK:
             return divisor_errors(gradient)
-        with torch.cuda.device_of(self._anchor):
+        with torch.cuda.device_of(self._anchor):  # type: ignore[no-untyped-call, unused-ignore]
             return self._errors(gradient.contiguous(), odd)
 
     def _errors(self, gradient: Tensor, odd: Sequence[int]) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -40,20 +40,19 @@ class Poison:
     def check(self) -> None:
         """Raise if they do not."""
         if self.why is not None:
-            raise OffloadPoisonedError(
-                f"{self.why}. Optimizer state and parameters no longer match: load a known-good checkpoint, model and "
-                "optimizer, with load_state_dict()"
-            )
+            raise self._error()
 
     def from_step(self, error: StepError) -> OffloadPoisonedError:
         """Note a failed step and return what to raise."""
         cause = f"{type(error.cause).__name__}: {error.cause}"
         self.why = f"an offloaded step failed near {error.names}, after parameters had changed ({cause})"
-        try:
-            self.check()
-        except OffloadPoisonedError as poisoned:
-            return poisoned
-        raise AssertionError("unreachable")
+        return self._error()
+
+    def _error(self) -> OffloadPoisonedError:
+        return OffloadPoisonedError(
+            f"{self.why}. Optimizer state and parameters no longer match: load a known-good checkpoint, model and "
+            "optimizer, with load_state_dict()"
+        )
 
 
 @dataclass
@@ -139,7 +138,7 @@ class Session:
         except StepError as error:
             self._fail(error)
 
-    def _fail(self, error: StepError) -> None:
+    def _fail(self, error: StepError) -> NoReturn:
         if not error.mutated:
             raise error.cause
         poisoned = self.poison.from_step(error)

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,12 +50,6 @@ class HostMemory:
     def on_release(self, action: Callable[[], None]) -> None:
         """Run `action` when the last tensor in this memory is gone, while the memory is still mapped."""
         weakref.finalize(self.root, action)
-
-
-class Waitable(Protocol):
-    """Something whose end the host can wait for."""
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True)

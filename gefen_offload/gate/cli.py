@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     show = commands.add_parser("show", help="decide a kept run again from its evidence, and print it")
     show.add_argument("run_dir", type=Path)
+    show.add_argument("--report", metavar="FILE", type=Path, help="also draw report.html anew, into this file")
     show.set_defaults(run=show_command)
 
     itself = commands.add_parser("selftest", help="does the gate still tell each fault from its clean twin")
@@ -104,7 +105,7 @@ def foreign_problem(arguments: argparse.Namespace) -> str:
 
 def show_command(arguments: argparse.Namespace) -> int:
     """Decide a kept run again; a verdict that does not follow from its evidence is incomplete evidence."""
-    from gefen_offload.gate import rundir, summary
+    from gefen_offload.gate import report, rundir, summary
 
     try:
         evidence = rundir.load(arguments.run_dir)
@@ -114,6 +115,8 @@ def show_command(arguments: argparse.Namespace) -> int:
         print(f"gefen-offload gate show: {arguments.run_dir} is no complete run directory: {error}", file=sys.stderr)
         return INCOMPLETE
     print(summary.text(verdict, str(arguments.run_dir)))
+    if arguments.report:
+        report.write(arguments.report, evidence, verdict)
     if not same:
         print("verdict.json does not follow from the evidence beside it")
         return INCOMPLETE

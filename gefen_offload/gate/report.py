@@ -37,7 +37,7 @@ class File:
 
 
 def write(path: Path, evidence: Evidence, verdict: Verdict) -> None:
-    """Render the report; where jinja2 is missing the file says so, and ``gate show --report`` makes it elsewhere."""
+    """Render the report; where jinja2 is missing the file says so, and ``gate show --report`` draws it elsewhere."""
     try:
         text = render(evidence, verdict)
     except ImportError:

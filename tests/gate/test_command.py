@@ -106,7 +106,8 @@ def test_show_decides_again(tmp_path):
     folder = project(tmp_path, two="False")
     judge(folder)
     run = folder / "run"
-    assert command("gate", "show", str(run)).returncode == 1
+    assert command("gate", "show", str(run), "--report", str(folder / "again.html")).returncode == 1
+    assert (folder / "again.html").read_text() == (run / "report.html").read_text()
     verdict = json.loads((run / "verdict.json").read_text())
     (run / "verdict.json").write_text(json.dumps({**verdict, "exit_code": 0, "findings": []}))
     edited = command("gate", "show", str(run))

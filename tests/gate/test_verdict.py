@@ -115,3 +115,40 @@ def test_deciding_twice_gives_the_same(release):
     """The verdict is a function of its arguments."""
     arguments = (release.manifest, release.record, release.before, release.after, release.baseline)
     assert decide(*arguments) == decide(*arguments)
+
+
+def with_session(release, tier, **changes):
+    record = tuple(replace(s, **changes) if s.tier == tier else s for s in release.record)
+    return replace(release, record=record)
+
+
+def said(evidence):
+    return [finding.reason for finding in evidence.verdict().findings]
+
+
+def test_an_exit_status_needs_a_cause(release):
+    """A session that reports status 1 although its tests passed is not believed."""
+    session = release.record[0]
+    odd = with_session(release, session.tier, status=1, exit=replace(session.exit, code=1))
+    assert said(odd) == [Reason.UNEXPLAINED_EXIT]
+
+
+def test_a_module_from_elsewhere(release):
+    """One module of the package that is no file of the judged wheel is a shadowed import; a namespace has no file."""
+    modules = {**release.record[0].modules, "imaginary.a": "/elsewhere/a.py", "imaginary.n": "None"}
+    assert said(with_session(release, "cpu", modules=modules)) == [Reason.IMPORT_SHADOWED]
+
+
+@pytest.mark.parametrize(("exact", "expected"), [(True, [Reason.UNLISTED]), (False, [])], ids=["own", "foreign"])
+def test_a_new_cpu_test_counts_where_lists_are_exact(release, exact, expected):
+    """Our own lists are exact; another project's list may name a part of its CPU tests."""
+    session = release.record[0]
+    more = with_session(release, "cpu", selected=(*session.selected, ("test_new.py::test_new", ("cpu",))))
+    assert said(listed(exact=exact)(more)) == expected
+
+
+def test_a_new_gpu_test_always_counts(release):
+    """A GPU test outside the list counts also where the list may be a part."""
+    session = release.record[2]
+    more = with_session(release, session.tier, selected=(*session.selected, ("test_new.py::test_new", ("gpu1",))))
+    assert said(listed(exact=False)(more)) == [Reason.UNLISTED]

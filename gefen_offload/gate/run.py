@@ -30,7 +30,7 @@ from gefen_offload.gate.reason import Status
 from gefen_offload.gate.record import Session
 from gefen_offload.gate.rundir import Evidence
 from gefen_offload.gate.selftest import run as selftest
-from gefen_offload.gate.verdict import Verdict, due_tiers, tier_findings
+from gefen_offload.gate.verdict import Verdict, due_tiers, whole_session
 from gefen_offload.gate.wheel import WheelError
 
 SUITES = ("tests", "tests_distributed")
@@ -81,7 +81,7 @@ def own(root: Path, options: Options) -> int:
         required=options.required,
         tiers=options.tiers,
         allow_dirty=options.allow_dirty,
-        performance=options.performance,
+        performance=options.performance and not options.tiers,
     )
     before = facts.gather(sys.executable, source, installed)
     stopped = preflight(folder, lists, before)
@@ -131,7 +131,7 @@ def sessions(
         )
         with progress.session(tier, len(lists.lists[tier])) as watch:
             done.append(session.run(plan, folder / "sessions", watch))
-    if before.gpus and options.performance:
+    if before.gpus and lists.performance:
         progress.say("performance: counters and times")
         done.append(session.run(ours(folder, performance.CHECK, "step.py", "gpu1", options), folder / "sessions"))
     return tuple(done)
@@ -151,8 +151,7 @@ def smoke(folder: Path, before: Facts) -> str | None:
     tier = "gpu2" if len(before.gpus) >= 2 else "gloo2"
     plan = ours(folder, "smoke", "all_reduce.py", tier, Options(timeout=SMOKE_TIMEOUT))
     done = session.run(plan, folder / "sessions")
-    listed = Manifest({"smoke": tuple(id for id, _ in done.selected) or ("all_reduce",)})
-    wrong = tier_findings(listed, done, before)
+    wrong = whole_session(done, before)
     if not wrong:
         return None
     last = [*session.tail(folder / "sessions" / "smoke.log", 3)]

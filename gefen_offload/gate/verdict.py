@@ -84,7 +84,7 @@ def decide(
         else:
             findings.append(Finding(Reason.NO_RECORD, tier, detail="the tier was due and no session was run"))
     if manifest.performance and facts_before.gpus and not refused:
-        findings += performance.compare(measured(record), baseline)
+        findings += measurement(sessions.get(performance.CHECK), facts_before, baseline)
     return Verdict(
         worst(findings),
         tuple(findings),
@@ -251,6 +251,19 @@ def unlisted_tests(ledger: Ledger, listed: set[str], exact: bool) -> list[Findin
         if id not in listed and id not in failed and (exact or on_gpu):
             findings.append(Finding(Reason.UNLISTED, tier, id))
     return findings
+
+
+def whole_session(session: Session, facts: Facts) -> list[Finding]:
+    """What is wrong with a session of the gate's own, in which every selected test is mandatory."""
+    ids = tuple(id for id, _ in session.selected)
+    return tier_findings(Manifest({session.tier: ids or (session.tier,)}), session, facts)
+
+
+def measurement(session: Session | None, facts: Facts, baseline: performance.Measurement | None) -> list[Finding]:
+    """What is wrong with the session that measured, and with what it measured."""
+    if session is None:
+        return performance.compare(None, baseline)
+    return [*whole_session(session, facts), *performance.compare(measured([session]), baseline)]
 
 
 def imports(session: Session, facts: Facts) -> list[Finding]:

@@ -8,6 +8,7 @@ import pytest
 
 from gefen_offload.gate.checkout import Source
 from gefen_offload.gate.reason import Finding, Reason, Status, worst
+from gefen_offload.gate.record import Damage
 from gefen_offload.gate.selftest.case import GPUS, MACHINE, released
 from gefen_offload.gate.selftest.evidence import before, listed
 from gefen_offload.gate.verdict import decide, due_tiers, possible
@@ -152,3 +153,11 @@ def test_a_new_gpu_test_always_counts(release):
     session = release.record[2]
     more = with_session(release, session.tier, selected=(*session.selected, ("test_new.py::test_new", ("gpu1",))))
     assert said(listed(exact=False)(more)) == [Reason.UNLISTED]
+
+
+def test_a_measurement_of_a_failed_session_does_not_count(release):
+    """A measuring session whose test failed, or that lost its end, is red although it noted numbers."""
+    failed = tuple(replace(p, outcome="failed" if p.when == "call" else p.outcome) for p in release.record[-1].phases)
+    assert said(with_session(release, "performance", phases=failed)) == [Reason.FAILED]
+    cut = with_session(release, "performance", damage=((Damage.UNENDED, ""),), status=None)
+    assert said(cut) == [Reason.NO_END]

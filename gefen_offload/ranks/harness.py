@@ -10,10 +10,12 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,22 +112,31 @@ class Harness:
         lease = self._lease(key.gpus) if key.gpus else None
         with self._lock:
             self._make_room()
-            devices = lease.devices if lease is not None else ()
-            join = Join(
-                rank=0,
-                world=key.world,
-                backend=key.backend,
-                devices=devices,
-                simulated=bool(devices) and self.inventory().simulated,
-                store=self._address() if key.backend is not None else None,
-                prefix=self.prefix(),
-                timeout=BOOT_PATIENCE,
-                threads=_threads(key.world),
-                faults=tuple(faults),
-            )
-            pool = Pool(key, [self._process(key) for _ in range(key.world)], join, lease, private=fresh)
+            processes = [self._process(key) for _ in range(key.world)]  # they import torch while we do
+            try:
+                join = self._invitation(key, lease.devices if lease is not None else (), faults)
+            except BaseException:
+                self._end(processes)
+                if lease is not None:
+                    lease.release()
+                raise
+            pool = Pool(key, processes, join, lease, private=fresh)
             self._pools.append(pool)
             return pool
+
+    def _invitation(self, key: Key, devices: tuple[str, ...], faults: Sequence[Any]) -> Join:
+        return Join(
+            rank=0,
+            world=key.world,
+            backend=key.backend,
+            devices=devices,
+            simulated=bool(devices) and self.inventory().simulated,
+            store=self._address() if key.backend is not None else None,
+            prefix=self.prefix(),
+            timeout=BOOT_PATIENCE,
+            threads=_threads(key.world),
+            faults=tuple(faults),
+        )
 
     def _make_room(self) -> None:
         idle = sorted((p for p in self._pools if not p.busy and not p.private), key=lambda p: p.used)
@@ -193,7 +204,8 @@ class Harness:
         if self._store is None:
             from datetime import timedelta
 
-            from torch._C._distributed_c10d import TCPStore
+            with _interrupts_afterwards():
+                from torch._C._distributed_c10d import TCPStore
 
             patience = timedelta(seconds=60)
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
@@ -234,6 +246,22 @@ def _threads(world: int) -> int:
     """Threads of a rank: what OMP_NUM_THREADS says, or an equal share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(given) if given.isdigit() and int(given) > 0 else max(1, (os.cpu_count() or 1) // world)
+
+
+@contextlib.contextmanager
+def _interrupts_afterwards() -> Iterator[None]:
+    """Keep a Ctrl-C until the import of torch is done: inside, somebody else's `except` may swallow it."""
+    if threading.current_thread() is not threading.main_thread() or "torch" in sys.modules:
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(signal.SIGINT, None)
 
 
 _current: list[Harness] = []

@@ -12,11 +12,11 @@ import hashlib
 import itertools
 import os
 import pickle
-import shutil
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,6 +27,7 @@ from gefen_offload.ranks.group import RankGroup
 from gefen_offload.ranks.outcome import Kind, Outcome, RankFailure, complete, judge
 from gefen_offload.ranks.page import StatusPage
 from gefen_offload.ranks.rank import Boot, Rank
+from gefen_offload.ranks.reaper import Reaper
 from gefen_offload.ranks.report import Evidence, report
 from gefen_offload.ranks.result import Result
 from gefen_offload.ranks.run import Host, Options, proof
@@ -66,7 +67,10 @@ class Attached:
 
     def __init__(self, launch: Launch, say: Callable[[str], None] = print) -> None:
         self.launch, self.say = launch, say
-        self.folder = Path(tempfile.mkdtemp(prefix="gefen-ranks-"))
+        token = uuid.uuid4().hex
+        self.folder = Path(tempfile.gettempdir()) / f"gefen-ranks-{token}"
+        self._reaper = Reaper(token, self.folder)  # it removes the folder however the launcher ends this process
+        self.folder.mkdir(mode=0o700)
         boot = Boot(self.folder, f"rank{launch.rank}", os.getppid(), torch=True)
         self.page = StatusPage(boot.file("page"), create=True)
         self.rank = Rank(boot, self.page, channel=None)
@@ -137,7 +141,7 @@ class Attached:
 
     def close(self) -> None:
         """The run ends, first for rank 0: it has reported, and a launcher ends everybody when one ends badly."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._reaper.close()
         if self.launch.rank != 0:
             self.store.set(f"closing/{self.launch.rank}", "1")
             with contextlib.suppress(RuntimeError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gefen_offload.ranks.attach import Launch, launched
-from support.child_pytest import TESTS
+from support.child_pytest import TESTS, wait_until
 from support.machines import free_port, two_machines
 
 SUITE = Path(__file__).parent / "suites" / "attached_suite.py"
@@ -26,7 +26,11 @@ def torchrun(folder: Path, *arguments: str, **more: str) -> tuple[int, str]:
     """One machine, two ranks; exit status and output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [*PYTEST, "--rootdir", str(folder), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=200)
+    temp = folder / "temp"
+    temp.mkdir()
+    environ = environment(TMPDIR=str(temp), **more)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+    wait_until(lambda: not list(temp.glob("gefen-ranks-*")), what="the removal of the ranks' folders")
     return done.returncode, done.stdout + done.stderr
 
 

@@ -158,7 +158,7 @@ def test_the_start_script_runs_from_anywhere(tmp_path):
     done = subprocess.run(
         [str(ROOT / "ci" / "start"), "gate", "run", "--tests", "/no/such", "--mandatory", "/no/such"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHON": sys.executable},
+        env={**os.environ, "PYTHON": sys.executable, "GEFEN_OFFLOAD_VENV": str(tmp_path / "venv"), "PIP_NO_INDEX": "1"},
         capture_output=True,
         text=True,
     )

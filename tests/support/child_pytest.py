@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,12 @@ class Report:
     properties: list[Any]
 
 
+def _default_signals() -> None:
+    """A run in the background (a shell's `&`, nohup) ignores some signals, and its children would inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @dataclass
 class ChildPytest:
     """A child pytest with a temporary directory of its own, so that every file it leaves can be seen."""
@@ -50,6 +57,7 @@ class ChildPytest:
             cwd=self.folder,
             env={**os.environ, **self._variables(), **self.environ},
             start_new_session=self.new_session,
+            preexec_fn=_default_signals,
         )
 
     def _variables(self) -> dict[str, str]:

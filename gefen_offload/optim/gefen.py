@@ -185,8 +185,10 @@ class Gefen(Checkpointed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure` returns, if there is one.
 
-        Inside torch.compile it runs as it is, after a graph break; with `fullgraph=True` torch refuses it.
+        Inside torch.compile it runs as it is, after a graph break; with `fullgraph=True` torch refuses it, and while
+        the state is offloaded it refuses with the reason `compiling`.
         """
+        self._refuse_tracing()
         return Gefen._eager(self, closure)
 
     @torch.no_grad()

@@ -31,7 +31,8 @@ def test_offloaded_repeats_resident(row):
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_offloaded_repeats_resident_on_a_gpu(ranks, row, fused):
     """The same on CUDA, with the plain path and with the fused kernels."""
-    row = replace(row, optimizer={**row.optimizer, "fused": fused})
+    dtype = torch.float32 if fused and row.dtype is torch.float64 else row.dtype  # the kernels do not have float64
+    row = replace(row, dtype=dtype, optimizer={**row.optimizer, "fused": fused})
     for resident, offloaded in ranks.run(both, row).values:
         identical(resident, offloaded).check()
 

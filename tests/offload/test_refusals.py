@@ -215,22 +215,12 @@ def test_capturable_is_refused(accelerator):
     refused(optimizer.offload_state_, "capturable")
 
 
-class Guarded(Gefen):
-    """An optimizer whose step asks first whether it is traced."""
-
-    STATE_SCHEMA = Gefen.STATE_SCHEMA
-
-    def step(self, closure=None):
-        self._refuse_tracing()
-        return super().step(closure)
-
-
 @pytest.mark.parametrize("active", [False, True], ids=["activation", "step"])
 @pytest.mark.filterwarnings("ignore")
 def test_compilation_is_refused(accelerator, active):
     """Inside torch.compile neither activation nor an offloaded step runs."""
     parameter = nn.Parameter(torch.randn(4, 4))
-    optimizer = Guarded([("weight", parameter)])
+    optimizer = Gefen([("weight", parameter)])
     parameter.grad = torch.randn(4, 4)
     optimizer.step()
     if active:
@@ -312,6 +302,15 @@ def test_an_added_group_is_refused_and_taken_back(accelerator, training):
     witness.check()
     optimizer.add_param_group({"params": [("good", nn.Parameter(torch.randn(3, 3)))]})
     training.step(1, True)
+
+
+def test_an_added_group_of_the_same_length_is_taken_back(accelerator):
+    """Groups are told apart by identity: one that looks like an earlier one is still the one taken back."""
+    optimizer = Gefen([nn.Parameter(torch.randn(3, 3))])
+    optimizer.offload_state_()
+    witness = Witness(optimizer, accelerator)
+    refused(lambda: optimizer.add_param_group({"params": [Tagged(torch.randn(3, 3))]}), "subclass")
+    witness.check()
 
 
 def test_another_device_or_policy_is_an_error(accelerator, training):

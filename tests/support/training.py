@@ -17,6 +17,7 @@ from gefen_offload import Gefen
 from support.corpus import batch
 from support.gpt import GPT, GPTShape, build
 from support.simulated import SimulatedAccelerator, simulated
+from support.solved import solving_once
 
 Snapshot = dict[str, Any]
 
@@ -172,9 +173,10 @@ def on_cpu(value: Any) -> Any:
 
 def train_both_simulated(context: Any, case: Case) -> tuple[list[Snapshot], list[Snapshot]]:
     """Worker: as `train_both` on CPU ranks, where the offloaded run streams through the simulated accelerator."""
-    resident = train(context, case, False)
-    with simulated(SimulatedAccelerator()):
-        return resident, train(context, case, True)
+    with solving_once():
+        resident = train(context, case, False)
+        with simulated(SimulatedAccelerator()):
+            return resident, train(context, case, True)
 
 
 @dataclass(frozen=True)
@@ -219,4 +221,5 @@ def train(context: Any, case: Case, offload: bool) -> list[Snapshot]:
 
 def train_both(context: Any, case: Case) -> tuple[list[Snapshot], list[Snapshot]]:
     """Worker: the resident run, then the offloaded run, on the same ranks."""
-    return train(context, case, False), train(context, case, True)
+    with solving_once():
+        return train(context, case, False), train(context, case, True)

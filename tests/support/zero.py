@@ -22,6 +22,8 @@ def engine(context: Any, stage: int, optimizer: torch.optim.Optimizer, model: nn
     os.environ.update(RANK=str(context.rank), LOCAL_RANK=str(context.rank), WORLD_SIZE=str(context.world))
     if context.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    else:  # DeepSpeed takes the entries for numbers; CUDA has read the variable already
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(context.world)))
     import deepspeed
 
     deepspeed.logger.setLevel("ERROR")

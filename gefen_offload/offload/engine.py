@@ -37,12 +37,11 @@ PLANS_KEPT = 4  # steps alternate between few sets of parameters with gradients
 
 
 class StepError(Exception):
-    """A step that failed; `mutated` says whether a parameter may have changed by then, `names` near which ones."""
+    """A step that failed after a parameter may have changed; `names` says near which ones."""
 
-    def __init__(self, cause: BaseException, mutated: bool, names: str) -> None:
+    def __init__(self, cause: BaseException, names: str) -> None:
         super().__init__(str(cause))
         self.cause = cause
-        self.mutated = mutated
         self.names = names
 
 
@@ -125,7 +124,7 @@ class Engine:
     def run(self, pieces: Sequence[Piece], update: Update, *, divisible: bool, wait: bool) -> None:
         """Stream every piece through `update`; with `wait`, return when the host state is complete.
 
-        Raises StepError.
+        Raises StepError once a parameter may have changed, and before that whatever went wrong.
         """
         mutated, window = False, None
         try:
@@ -151,12 +150,15 @@ class Engine:
             self.abandon()
             raise
         except BaseException as cause:
-            self.abandon()
-            near = pieces if window is None else pieces[window.first : window.last]
-            raise StepError(cause, mutated, _names(near)) from cause
+            try:
+                self.abandon()
+            finally:  # a second interruption must not hide that parameters have changed
+                if mutated and window is not None:
+                    raise StepError(cause, _names(pieces[window.first : window.last])) from cause
+            raise
 
     def prefetch(self, parameters: Iterable[Tensor]) -> None:
-        """Copy the first windows in if the next step is one over the same parameters as the last; raises StepError."""
+        """Copy the first windows in if the next step is one over the same parameters as the last."""
         self.cancel_prefetch()
         if not self._plans:
             return
@@ -167,9 +169,9 @@ class Engine:
         try:
             with self.accelerator.scope():
                 self._copy_first_in(bound)
-        except BaseException as cause:
+        except BaseException:
             self.abandon()
-            raise StepError(cause, False, "the first window") from cause
+            raise
         self._prefetched = bound
 
     def cancel_prefetch(self) -> None:
@@ -241,8 +243,10 @@ class Engine:
                 slot.left.synchronize()
             self._read_clock()
         except BaseException as cause:
-            self.abandon()
-            raise StepError(cause, True, names) from cause
+            try:
+                self.abandon()
+            finally:
+                raise StepError(cause, names) from cause
 
     def abandon(self) -> None:
         """Wait until nothing is in flight, whatever failed."""

@@ -223,7 +223,7 @@ class StateOffloadMixin:
                 self._confirm(pact, list(self._subject().named())[-len(group["params"]) :])
         except BaseException:
             self._offload_owned.pop()
-            self.param_groups.remove(group)
+            self.param_groups.pop()
             for parameter in group["params"]:
                 self.state.pop(parameter, None)
             held.anchor(self)

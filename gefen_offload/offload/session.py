@@ -81,10 +81,7 @@ class Session:
             refusals.refuse_graphs(host._subject(), self.accelerator)
         if not self.anchors.hold(host.param_groups, host.state, self.accelerator.is_compute):
             self.scan(host)
-        try:
-            self.engine.prefetch(p for group in host.param_groups for p in group["params"] if p.numel())
-        except StepError as error:
-            self._fail(error)
+        self.engine.prefetch(p for group in host.param_groups for p in group["params"] if p.numel())
         self.steps_begun += 1
 
     def scan(self, host: Host) -> None:
@@ -115,6 +112,9 @@ class Session:
         except StepError as error:
             self.steps_failed += 1
             self._fail(error)
+        except BaseException:
+            self.steps_failed += 1
+            raise
 
     def _check_compute(self, piece: Piece) -> None:
         parameter = piece.work.parameter
@@ -139,12 +139,10 @@ class Session:
             self._fail(error)
 
     def _fail(self, error: StepError) -> NoReturn:
-        if not error.mutated:
-            raise error.cause
         poisoned = self.poison.from_step(error)
         if isinstance(error.cause, Exception):
             raise poisoned from error.cause
-        raise error.cause
+        raise error.cause from None
 
     # --- memory ---
 

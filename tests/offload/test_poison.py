@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 
 from gefen_offload import OffloadPolicy, OffloadReason, OffloadUnsupportedError
+from gefen_offload.offload import engine
 from gefen_offload.offload.errors import OffloadPoisonedError
 from gefen_offload.ranks import identical
-from support.simulated import Fault, SimulatedAccelerator, simulated
+from support.simulated import Fault, InjectedError, SimulatedAccelerator, simulated
 from support.streamed import Row, Training, run
 from support.witness import Witness, bits
 
@@ -70,6 +73,20 @@ def test_an_interruption_poisons_and_stays_itself(accelerator):
     training, _ = start()
     with pytest.raises(KeyboardInterrupt):
         poison(training, KeyboardInterrupt())
+    assert training.optimizer.state_offload_poisoned
+
+
+def test_a_second_interruption_does_not_hide_the_poison(accelerator, monkeypatch):
+    """Ctrl-C again while the engine waits for what is in flight: parameters have changed all the same."""
+
+    def interrupted(*streams):
+        raise KeyboardInterrupt("again")
+
+    training, _ = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_drain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            poison(training, KeyboardInterrupt("once"))
     assert training.optimizer.state_offload_poisoned
 
 
@@ -140,6 +157,22 @@ def test_a_failed_load_does_not_clear_it(accelerator):
     with pytest.raises(ValueError, match="m_codebook"):
         training.optimizer.load_state_dict(good)
     witness.check()
+
+
+def test_a_failure_before_the_first_mutation_is_raised_as_it_is(accelerator):
+    """Nothing is wrapped around it, and nothing keeps its frames, with their gradients, after it was handled."""
+    training, _ = start()
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(InjectedError) as caught:
+            fail_on_memory(training, accelerator)
+        assert caught.value.__context__ is None
+        gone = weakref.ref(caught.value)
+        del caught
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 READERS = {

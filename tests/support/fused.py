@@ -27,6 +27,7 @@ class Case:
     factored: bool = False
     decay: float = 0.1
     beta1: float = 0.9
+    untouched: bool = False  # gradient and state are zero, as for an embedding that no step has used yet
 
     @property
     def name(self) -> str:
@@ -37,6 +38,7 @@ class Case:
             f"{shape}-{self.period}-{kind}"
             + ("" if self.decay else "-no_decay")
             + f"-{self.beta1}" * (self.beta1 != 0.9)
+            + "-untouched" * self.untouched
         )
 
 
@@ -53,6 +55,10 @@ SMALL = (
     Case((2, 9000), 9000),
     Case((4, 4608), 9216, factored=True),
     Case((1, 9001), 9001, factored=True),
+    Case((96,), 12, untouched=True),
+    Case((40, 48), 48, factored=True, untouched=True),
+    Case((48, 20), 15, factored=True, untouched=True),
+    Case((4, 4608), 9216, factored=True, untouched=True),
 )
 
 LARGE = (
@@ -96,6 +102,9 @@ def pieces_of(case: Case, dtype: torch.dtype, device: torch.device, blocks: int 
     tensors["m_codebook"] = torch.randint(0, 256, (count, case.period), generator=draw, dtype=torch.uint8).to(device)
     parameter = torch.randn(case.shape, generator=draw).to(device, dtype)
     gradient = (torch.randn(n, generator=draw) * 1e-3).to(device, dtype)
+    if case.untouched:
+        for tensor in (gradient, *(tensors[name] for name in uniform)):
+            tensor.zero_()
     scalars = Scalars(1e-2, case.beta1, 0.999, 1e-8, 1 - 1e-2 * case.decay, 1 - case.beta1**step, 1 - 0.999**step)
     work = Work(parameter, gradient, {}, {}, case.name, case.period, count, case.factored, scalars)
     step_by = blocks or count

@@ -37,6 +37,8 @@ GRADIENTS, INDICES, MAGNITUDES, MOMENTS, COLUMNS = (tl.constexpr(word) for word 
 COUNT, PERIOD, POSITION, COLS, MEAN, MAGIC, SPLIT, PARTIALS, RESULTS = (tl.constexpr(word) for word in range(6, 15))
 WEIGHT, BETA2, REST2, EPS, DECAY, LR, INVERSE1, INVERSE2 = (tl.constexpr(half) for half in range(32, 40))
 
+LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
+
 BLOCK_MOMENT = tl.constexpr(0)  # one second moment a block
 ALONG_ROWS = tl.constexpr(1)  # factored, and every segment lies inside one matrix row
 ANYWHERE = tl.constexpr(2)  # factored, with segments that may cross rows
@@ -68,7 +70,7 @@ def _factored_stepsize(
     row = rows_within(j, cols, magic)
     col = j - row * cols
     mean = tl.load(means + tl.load(words + MEAN))
-    share = tl.div_rn(tl.load(floats + INVERSE2), mean)
+    share = tl.minimum(tl.div_rn(tl.load(floats + INVERSE2), mean), LARGEST)  # mean is tiny where every row is zero
     if MOMENT == ALONG_ROWS:  # local is the segments' beginnings: (BLOCKS,)
         if ALIGNED == 16 and SPACED:
             col = tl.multiple_of(col, 16)

@@ -178,15 +178,14 @@ def warn_if_not_finite(states: Iterable[Mapping[str, Any]]) -> None:
 
 def read(state_dict: Mapping[str, Any], expected: Expected) -> Loaded:
     """Check a checkpoint against the optimizer it is for. Raises a ValueError that names the entry that is wrong."""
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(f"the checkpoint has no {key!r}: it is not a {expected.optimizer} state_dict()")
+    _check_containers(state_dict, expected)
     groups = state_dict["param_groups"]
     keys = _match_groups(groups, expected)
     header = _read_header(state_dict, groups)
     states = state_dict["state"]
     targets = [target for group in expected.groups for target in group]
-    unknown = [key for key in states if key not in set(keys)]
+    listed = set(keys)
+    unknown = [key for key in states if key not in listed]
     if unknown:
         raise ValueError(f"the checkpoint has state for {unknown[0]!r}, which none of its groups lists")
     entries = [_read_entries(states.get(key), target, expected) for key, target in zip(keys, targets, strict=True)]
@@ -194,6 +193,27 @@ def read(state_dict: Mapping[str, Any], expected: Expected) -> Loaded:
         if entry.tensors and header.codebook is None:
             raise ValueError(f"the checkpoint has indices for {target.name} but no codebook (gefen_codebook)")
     return Loaded(header, [_read_group(group, i, expected) for i, group in enumerate(groups)], entries)
+
+
+def _check_containers(state_dict: Any, expected: Expected) -> None:
+    """Raise where a dict or a list is something else, or lists something else."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"a {type(state_dict).__name__} is not a {expected.optimizer} state_dict()")
+    for key, kind in (("state", Mapping), ("param_groups", (list, tuple))):
+        if key not in state_dict:
+            raise ValueError(f"the checkpoint has no {key!r}: it is not a {expected.optimizer} state_dict()")
+        if not isinstance(state_dict[key], kind):
+            raise ValueError(f"{key!r} of the checkpoint cannot be a {type(state_dict[key]).__name__}")
+    lists = {"params": (int, str), "param_names": str, "param_names_synthesized": bool}
+    for index, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, Mapping):
+            raise ValueError(f"group {index} of the checkpoint must be a dict, not a {type(group).__name__}")
+        for key, kinds in lists.items():
+            value = group.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, (list, tuple)) or not all(isinstance(item, kinds) for item in value):
+                raise ValueError(f"{key!r} of group {index} of the checkpoint is not the list it should be: {value!r}")
 
 
 def _match_groups(groups: Sequence[Mapping[str, Any]], expected: Expected) -> list[Any]:
@@ -305,7 +325,7 @@ def _read_metadata(metadata: Any, index: int) -> Header:
     if not isinstance(metadata, Mapping) or set(metadata) != keys:
         found = sorted(map(str, metadata)) if isinstance(metadata, Mapping) else metadata
         raise ValueError(f"{where} must have exactly {sorted(keys)}, not {found!r}")
-    if metadata["format_version"] != FORMAT_VERSION:
+    if _counter(metadata["format_version"], f"{where}: format_version") != FORMAT_VERSION:
         raise ValueError(f"{where} has format_version {metadata['format_version']!r}; {FORMAT_VERSION} is known here")
     return _checked_header(metadata["codebook"], metadata["global_step"], f"{where}: ")
 
@@ -380,6 +400,8 @@ def _tensor(value: Any, where: str, shape: tuple[int, ...], dtype: torch.dtype) 
         raise ValueError(f"{where} must be a tensor, not a {type(value).__name__}")
     if value.dtype is not dtype or tuple(value.shape) != shape or value.layout is not torch.strided:
         raise ValueError(f"{where} must be {dtype} of shape {shape}, not {value.dtype} of shape {tuple(value.shape)}")
+    if value.is_meta:
+        raise ValueError(f"{where} is on the meta device: it has a shape but no values")
     return value.detach()
 
 
@@ -400,7 +422,7 @@ def _period(value: Any, target: Target, where: str) -> int:
 
 def _counter(value: Any, where: str) -> int:
     """A count as an int; a 0-d tensor of a capturable optimizer is read."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.dtype.is_complex:
+    if isinstance(value, Tensor) and value.numel() == 1 and not (value.dtype.is_complex or value.is_meta):
         value = value.item()
     if isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -72,6 +72,18 @@ def header(key, change):
 
 
 DAMAGE = {
+    "state-that-is-none": (at(["state"], lambda _: None), "'state' of the checkpoint cannot be a NoneType"),
+    "groups-that-are-a-word": (at(["param_groups"], lambda _: "x"), "'param_groups' .*cannot be a str"),
+    "group-that-is-none": (at(["param_groups", 0], lambda _: None), "group 0 .*dict, not a NoneType"),
+    "params-that-are-a-number": (at(["param_groups", 0, "params"], lambda _: 3), "'params' of group 0 .*list"),
+    "param-that-is-a-list": (at(["param_groups", 0, "params"], lambda _: [0, [1], 2]), "'params' of group 0 .*list"),
+    "name-that-is-none": (at(["param_groups", 0, "param_names", 1], lambda _: None), "'param_names' of group 0"),
+    "made-up-by-a-tensor": (
+        at(["param_groups", 0, "param_names_synthesized", 0], lambda _: torch.zeros(3)),
+        "'param_names_synthesized' of group 0",
+    ),
+    "meta-row": (entry("v_row", lambda t: t.to("meta")), "p0: v_row is on the meta device"),
+    "meta-step": (entry("step", lambda _: torch.empty((), device="meta")), "p0: step must be a count"),
     "no-state": (at(["state"], None), "no 'state'"),
     "no-groups": (at(["param_groups"], None), "no 'param_groups'"),
     "missing-parameter": (at(["state", 1], None), "no state of p1"),
@@ -132,6 +144,10 @@ DAMAGE = {
         at(["param_groups", 0, METADATA, "format_version"], lambda _: 2),
         "format_version 2",
     ),
+    "metadata-of-a-tensor-format": (
+        at(["param_groups", 0, METADATA, "format_version"], lambda _: torch.zeros(3)),
+        "format_version must be a count",
+    ),
     "metadata-that-differs": (at(["param_groups", 0, METADATA, "global_step"], lambda _: 9), "differs"),
     "one-group-more": (lambda saved: saved["param_groups"].append({"params": []}), "2 parameter groups, .*1"),
     "one-parameter-less": (at(["param_groups", 0, "params"], lambda p: p[:-1]), "group 0 .*2 parameters, .*3"),
@@ -187,6 +203,13 @@ def test_another_models_checkpoint(shapes, message):
     optimizer = Gefen(named(parameters(shapes=shapes)))
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("thing", [None, [], torch.zeros(3)], ids=["none", "list", "tensor"])
+def test_what_is_no_checkpoint(thing):
+    """Something else than a dict is refused, naming its type."""
+    with pytest.raises(ValueError, match=f"a {type(thing).__name__} is not a Gefen state_dict"):
+        trained()[1].load_state_dict(thing)
 
 
 def test_a_checkpoint_of_adamw():

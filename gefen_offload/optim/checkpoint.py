@@ -199,20 +199,25 @@ def _check_containers(state_dict: Any, expected: Expected) -> None:
     """Raise where a dict or a list is something else, or lists something else."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"a {type(state_dict).__name__} is not a {expected.optimizer} state_dict()")
-    for key, kind in (("state", Mapping), ("param_groups", (list, tuple))):
+    kinds: dict[str, tuple[type, ...]] = {"state": (Mapping,), "param_groups": (list, tuple)}
+    for key, allowed in kinds.items():
         if key not in state_dict:
             raise ValueError(f"the checkpoint has no {key!r}: it is not a {expected.optimizer} state_dict()")
-        if not isinstance(state_dict[key], kind):
+        if not isinstance(state_dict[key], allowed):
             raise ValueError(f"{key!r} of the checkpoint cannot be a {type(state_dict[key]).__name__}")
-    lists = {"params": (int, str), "param_names": str, "param_names_synthesized": bool}
+    lists: dict[str, tuple[type, ...]] = {
+        "params": (int, str),
+        "param_names": (str,),
+        "param_names_synthesized": (bool,),
+    }
     for index, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, Mapping):
             raise ValueError(f"group {index} of the checkpoint must be a dict, not a {type(group).__name__}")
-        for key, kinds in lists.items():
+        for key, items in lists.items():
             value = group.get(key)
             if value is None:
                 continue
-            if not isinstance(value, (list, tuple)) or not all(isinstance(item, kinds) for item in value):
+            if not isinstance(value, (list, tuple)) or not all(isinstance(item, items) for item in value):
                 raise ValueError(f"{key!r} of group {index} of the checkpoint is not the list it should be: {value!r}")
 
 

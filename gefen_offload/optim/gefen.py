@@ -19,7 +19,9 @@ from gefen_offload.optim.groups import (
     check_distinct,
     check_number,
     check_options,
+    fragments,
     named,
+    pair,
     require_kernels,
     split_betas,
 )
@@ -107,7 +109,8 @@ class Gefen(Checkpointed):
         period_one_substrings: Iterable[str] = (),
         verbose: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+        beta1, beta2 = pair(betas)
+        defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         self._set_up(
             fused=fused,
             factored_v_2d=factored_v_2d,
@@ -148,8 +151,7 @@ class Gefen(Checkpointed):
         self._factored_v_2d = factored_v_2d
         self._refresh_every = codebook_refresh_every
         self._capturable = capturable
-        one = (period_one_substrings,) if isinstance(period_one_substrings, str) else period_one_substrings
-        self._period_rule = PeriodRule(force_1d_period_one, tuple(fragment.lower() for fragment in one))
+        self._period_rule = PeriodRule(force_1d_period_one, fragments(period_one_substrings))
         self._verbose = verbose
         self._levels = Levels()
         self._global_step = 0
@@ -167,6 +169,8 @@ class Gefen(Checkpointed):
         """Add a group: `params` as in the constructor, and its own options (`betas`, or `beta1` and `beta2`)."""
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group is a dict, not a {type(param_group).__name__}")
+        if "params" not in param_group:
+            raise ValueError(f"the parameter group has no 'params', only {sorted(map(str, param_group))}")
         group = split_betas(param_group)
         prefix = group.pop(NAME_PREFIX, f"group_{len(self.param_groups)}_")
         tensors, names, made_up = named(group["params"], prefix)
@@ -244,6 +248,12 @@ class Gefen(Checkpointed):
                 raise RuntimeError(
                     f"the state of {item.name} is on {item.state['m_codebook'].device} and the parameter on "
                     f"{item.parameter.device}: after moving a model call move_state_()"
+                )
+            if not item.gradient.numel() == item.parameter.numel() == item.state["m_codebook"].numel():
+                raise RuntimeError(
+                    f"{item.name} has {item.parameter.numel()} elements now, its gradient {item.gradient.numel()} and "
+                    f"its state {item.state['m_codebook'].numel()}: it was resized while the optimizer held it; make a "
+                    "new optimizer, or drop its state (`del optimizer.state[p]`) and its gradient"
                 )
             blocks = item.gradient.numel() // period
             scalars = self._scalars(item, shared)

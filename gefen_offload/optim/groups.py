@@ -54,8 +54,26 @@ def split_betas(group: dict[str, Any]) -> dict[str, Any]:
     """The group with a `betas` pair, if it has one, written as `beta1` and `beta2`."""
     if "betas" not in group:
         return dict(group)
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = pair(group["betas"])
     return {"beta1": beta1, "beta2": beta2, **{key: value for key, value in group.items() if key != "betas"}}
+
+
+def pair(betas: Any) -> tuple[float, float]:
+    """The two of `betas`; raises where it is no pair."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be a pair of numbers, not {betas!r}")
+    return betas[0], betas[1]
+
+
+def fragments(substrings: Iterable[str]) -> tuple[str, ...]:
+    """What `period_one_substrings` lists, in lower case; a single string is one of them."""
+    wrong = TypeError(f"period_one_substrings must list strings, not {substrings!r}")
+    if not isinstance(substrings, Iterable):
+        raise wrong
+    listed = (substrings,) if isinstance(substrings, str) else tuple(substrings)
+    if not all(isinstance(each, str) for each in listed):
+        raise wrong
+    return tuple(each.lower() for each in listed)
 
 
 def named(parameters: Tensor | Iterable[Any], prefix: str) -> tuple[list[Tensor], list[str], list[bool]]:
@@ -68,6 +86,8 @@ def named(parameters: Tensor | Iterable[Any], prefix: str) -> tuple[list[Tensor]
     items: Sequence[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     tensors, names, made_up = [], [], []
     for position, item in enumerate(items):
+        if isinstance(item, tuple) and len(item) != 2:
+            raise TypeError(f"parameter {position} is a tuple of {len(item)}; give tensors or (name, tensor) pairs")
         name, tensor = item if isinstance(item, tuple) else (None, item)
         name = f"{prefix}param_{position}" if name is None else name
         _check_parameter(tensor, name)

@@ -91,6 +91,9 @@ def test_a_frozen_parameter_waits():
         ({"lr": "fast"}, "lr must be a number, not 'fast'"),
         ({"betas": (1.0, 0.9)}, "beta1 .*< 1, not 1.0"),
         ({"betas": (0.9, -0.1)}, "beta2 .*>= 0 and < 1"),
+        ({"betas": (0.9,)}, r"betas .*pair.*\(0.9,\)"),
+        ({"betas": (0.9, 0.99, 0.999)}, "betas .*pair"),
+        ({"betas": None}, "betas .*pair.*None"),
         ({"eps": 0.0}, "eps .*> 0"),
         ({"weight_decay": -0.1}, "weight_decay .*>= 0"),
         ({"codebook_refresh_every": -1}, "codebook_refresh_every .*>= 0"),
@@ -106,6 +109,9 @@ def test_a_frozen_parameter_waits():
         "word-lr",
         "beta1",
         "beta2",
+        "one-beta",
+        "three-betas",
+        "no-betas",
         "eps",
         "weight_decay",
         "negative-refresh",
@@ -137,6 +143,48 @@ def test_a_bad_group_leaves_the_optimizer_as_it_was():
             optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
     assert optimizer.param_groups[0]["params"] == [first]
+
+
+@pytest.mark.parametrize("substrings", [None, 5, (1,), ("bias", None)], ids=["none", "number", "numbers", "mixed"])
+def test_fragments_of_the_wrong_kind(substrings):
+    """What is no string and no list of strings is refused, naming the option."""
+    with pytest.raises(TypeError, match="period_one_substrings must list strings"):
+        Gefen(parameters(shapes=[(2,)]), period_one_substrings=substrings)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([("name", nn.Parameter(torch.zeros(2)), 1)], "parameter 0 is a tuple of 3"),
+        ([("name",)], "parameter 0 is a tuple of 1"),
+        ([{"lr": 0.1}], r"no 'params', only \['lr'\]"),
+    ],
+    ids=["triple", "name-only", "group-without-params"],
+)
+def test_malformed_params(params, message):
+    """Tuples that are no pairs and groups without parameters are refused in words."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        Gefen(params)
+
+
+@pytest.mark.parametrize("stale", ["state", "gradient"])
+def test_a_resized_parameter(stale):
+    """A parameter resized under the optimizer stops the step before anything changes, until its state is dropped."""
+    first, second = parameters(shapes=[(8,), (3,)])
+    optimizer = Gefen([("first", first), ("second", second)])
+    set_gradients([first, second], 0)
+    optimizer.step()
+    set_gradients([first, second], 1)
+    first.data = torch.ones(16)
+    if stale == "state":
+        set_gradients([first, second], 1)
+    before = [p.detach().clone() for p in (first, second)]
+    with pytest.raises(RuntimeError, match=r"first has 16 elements now, its gradient (8|16) and its state 8"):
+        optimizer.step()
+    assert differing(before, [first.detach(), second.detach()]) is None
+    del optimizer.state[first]
+    set_gradients([first, second], 2)
+    optimizer.step()
 
 
 @pytest.mark.parametrize(

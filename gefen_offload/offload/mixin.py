@@ -58,6 +58,7 @@ class StateOffloadMixin:
         same policy does nothing.
         """
         refusals.refuse_compiling()
+        _check_policy(policy)
         if torch.device(device).type != "cpu":
             raise ValueError(f"offload_state_({str(device)!r}): state can be offloaded to 'cpu' only")
         if isinstance(self._offload, Session):
@@ -103,6 +104,7 @@ class StateOffloadMixin:
 
     def state_offload_plan(self, policy: OffloadPolicy = OffloadPolicy()) -> OffloadPlan:  # noqa: B008 - frozen
         """What `offload_state_(policy=policy)` would free and cost here. Copies a few MiB to time the link."""
+        _check_policy(policy)
         return make_plan(self._subject(), home_of(self), policy)
 
     def state_offload_report(self) -> OffloadReport:
@@ -266,3 +268,8 @@ class StateOffloadMixin:
         if self.STATE_SCHEMA is None:
             raise TypeError(f"{type(self).__name__} declares no STATE_SCHEMA: name every entry of its state there")
         return self.STATE_SCHEMA
+
+
+def _check_policy(policy: object) -> None:
+    if not isinstance(policy, OffloadPolicy):
+        raise TypeError(f"policy must be an OffloadPolicy, not {policy!r}")

@@ -17,7 +17,7 @@ class OffloadPolicy:
     error found then poisons. `verify_replicas` compares the parameters of the ranks of the default process group (or of
     `process_group=`) at activation, load and add_param_group, and gives up after `verify_seconds`.
 
-    Raises ValueError where a number is out of range.
+    Raises ValueError where a number is out of range or a switch is no bool.
     """
 
     staging_bytes: int = 16 * MIB
@@ -27,7 +27,10 @@ class OffloadPolicy:
     verify_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.staging_bytes, int) or self.staging_bytes < 1:
+        if type(self.staging_bytes) is not int or self.staging_bytes < 1:
             raise ValueError(f"staging_bytes is {self.staging_bytes!r}: give the bytes of one window, a positive int")
-        if not self.verify_seconds > 0:
+        for name in ("pinned", "deferred", "verify_replicas"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give True or False")
+        if not isinstance(self.verify_seconds, (int, float)) or not self.verify_seconds > 0:
             raise ValueError(f"verify_seconds is {self.verify_seconds!r}: give a positive number of seconds")

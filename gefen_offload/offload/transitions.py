@@ -119,7 +119,7 @@ def stage_move(optimizer: Optimizer, device: torch.device | None, offload: Any) 
 
 
 def _check_target(parameters: list[Tensor], device: torch.device) -> None:
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     elsewhere = {parameter.device for parameter in parameters} - {device}
     if elsewhere:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gefen_offload import Gefen, GefenMuon, OffloadReason, OffloadUnsupportedError
+from gefen_offload import Gefen, GefenMuon, OffloadPolicy, OffloadReason, OffloadUnsupportedError
 from gefen_offload.offload import refusals
 from gefen_offload.offload.schema import Cut, StateSchema, TensorEntry
 from support.simulated import SimulatedAccelerator, simulated
@@ -324,6 +324,32 @@ def test_another_device_or_policy_is_an_error(accelerator, training):
     assert optimizer._offload is before
     with pytest.raises(ValueError, match="restore_state_"):
         optimizer.offload_state_(policy=replace(before.policy, deferred=True))
+
+
+@pytest.mark.parametrize("policy", [None, {"staging_bytes": 1}], ids=["none", "dict"])
+def test_a_policy_of_another_type_is_an_error(accelerator, training, policy):
+    """What is no OffloadPolicy is refused by name, by activation and by the plan."""
+    for call in (training.optimizer.offload_state_, training.optimizer.state_offload_plan):
+        with pytest.raises(TypeError, match="policy must be an OffloadPolicy, not"):
+            call(policy=policy)
+    assert not training.optimizer.state_offload_active
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"staging_bytes": True}, {"pinned": "no"}, {"deferred": None}, {"verify_seconds": "soon"}], ids=str
+)
+def test_a_policy_of_wrong_values_is_an_error(wrong):
+    """Each value of a policy is checked when it is made; the error names it."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value!r}: give"):
+        OffloadPolicy(**wrong)
+
+
+def test_a_move_to_where_no_parameter_is(training):
+    """State moves to its parameters only; with and without CUDA in this build the error says so."""
+    for device in ("cuda", "cuda:7", "meta"):
+        with pytest.raises(ValueError, match="every parameter already is"):
+            training.optimizer.move_state_(device)
 
 
 def test_a_gradient_elsewhere_is_an_error(accelerator, training):

@@ -35,6 +35,11 @@ def _default_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def _own_environment() -> dict[str, str]:
+    """The environment without what tells a process that it is an xdist worker: the child is none, its parent may be."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+
+
 @dataclass
 class ChildPytest:
     """A child pytest with a temporary directory of its own, so that every file it leaves can be seen."""
@@ -55,7 +60,7 @@ class ChildPytest:
             stdout=open(self.folder / "stdout", "wb"),  # noqa: SIM115 (the child's, for its whole life)
             stderr=subprocess.STDOUT,
             cwd=self.folder,
-            env={**os.environ, **self._variables(), **self.environ},
+            env={**_own_environment(), **self._variables(), **self.environ},
             start_new_session=self.new_session,
             preexec_fn=_default_signals,
         )

@@ -178,7 +178,7 @@ def warn_if_not_finite(states: Iterable[Mapping[str, Any]]) -> None:
 
 def read(state_dict: Mapping[str, Any], expected: Expected) -> Loaded:
     """Check a checkpoint against the optimizer it is for. Raises a ValueError that names the entry that is wrong."""
-    _check_containers(state_dict, expected)
+    check_containers(state_dict, expected.optimizer)
     groups = state_dict["param_groups"]
     keys = _match_groups(groups, expected)
     header = _read_header(state_dict, groups)
@@ -195,14 +195,14 @@ def read(state_dict: Mapping[str, Any], expected: Expected) -> Loaded:
     return Loaded(header, [_read_group(group, i, expected) for i, group in enumerate(groups)], entries)
 
 
-def _check_containers(state_dict: Any, expected: Expected) -> None:
+def check_containers(state_dict: Any, optimizer: str) -> None:
     """Raise where a dict or a list is something else, or lists something else."""
     if not isinstance(state_dict, Mapping):
-        raise ValueError(f"a {type(state_dict).__name__} is not a {expected.optimizer} state_dict()")
+        raise ValueError(f"a {type(state_dict).__name__} is not a {optimizer} state_dict()")
     kinds: dict[str, tuple[type, ...]] = {"state": (Mapping,), "param_groups": (list, tuple)}
     for key, allowed in kinds.items():
         if key not in state_dict:
-            raise ValueError(f"the checkpoint has no {key!r}: it is not a {expected.optimizer} state_dict()")
+            raise ValueError(f"the checkpoint has no {key!r}: it is not a {optimizer} state_dict()")
         if not isinstance(state_dict[key], allowed):
             raise ValueError(f"{key!r} of the checkpoint cannot be a {type(state_dict[key]).__name__}")
     lists: dict[str, tuple[type, ...]] = {

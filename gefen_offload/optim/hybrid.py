@@ -272,8 +272,10 @@ def _check_gradients(groups: Sequence[Mapping[str, Any]]) -> None:
                 raise RuntimeError(f"{name} has a sparse or complex gradient; GefenMuonHybrid takes dense real ones")
 
 
-def _check_layout(state_dict: Mapping[str, Any]) -> None:
+def _check_layout(state_dict: Any) -> None:
     keys = ("muon", "backup", "backup_optimizer")
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"a {type(state_dict).__name__} is not a GefenMuonHybrid state_dict()")
     if "param_groups" in state_dict or "state" in state_dict:
         raise ValueError(
             "this is the flat checkpoint of one optimizer ('state' and 'param_groups'); GefenMuonHybrid loads "

@@ -281,6 +281,7 @@ class GefenMuon(Gefen):
         A checkpoint made with an option that this optimizer lacks is refused, and so is one with a schedule of
         coefficients, unless this optimizer was given the same `ns_schedule`.
         """
+        checkpoint.check_containers(state_dict, type(self).__name__)
         self._check_loaded_options(state_dict)
         super().load_state_dict(state_dict)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gefen_offload import Gefen
+from gefen_offload import Gefen, GefenMuon, GefenMuonHybrid
 from support.steps import differing, named, parameters, set_gradients, snapshot
 
 SHAPES = ((16, 12), (24,), ())
@@ -210,6 +210,16 @@ def test_what_is_no_checkpoint(thing):
     """Something else than a dict is refused, naming its type."""
     with pytest.raises(ValueError, match=f"a {type(thing).__name__} is not a Gefen state_dict"):
         trained()[1].load_state_dict(thing)
+
+
+@pytest.mark.parametrize("thing", [None, []], ids=["none", "list"])
+def test_what_is_no_muon_checkpoint(thing):
+    """GefenMuon and the hybrid refuse it in the same words."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for optimizer in (GefenMuon([model[0].weight]), GefenMuonHybrid(model, lr=0.1)):
+        name = f"{type(thing).__name__} is not a {type(optimizer).__name__} state_dict"
+        with pytest.raises(ValueError, match=name):
+            optimizer.load_state_dict(thing)
 
 
 def test_a_checkpoint_of_adamw():

@@ -32,7 +32,7 @@ from gefen_offload.offload.schema import StateSchema
 from gefen_offload.offload.slab import HostStore
 from gefen_offload.offload.windows import SLOTS, cut_to_fit, plan
 
-Key = tuple[tuple[int, int, int], ...]
+Key = tuple[bool, tuple[tuple[int, int, int], ...]]
 PLANS_KEPT = 4  # steps alternate between few sets of parameters with gradients
 
 
@@ -270,7 +270,7 @@ class Engine:
         self._plans.clear()
 
     def _bound(self, pieces: Sequence[Piece], divisible: bool) -> BoundPlan:
-        key = tuple([(id(piece.work.parameter), piece.first, piece.last) for piece in pieces])
+        key = (divisible, tuple([(id(piece.work.parameter), piece.first, piece.last) for piece in pieces]))
         for index, (known, bound) in enumerate(self._plans):
             if known == key:
                 if index:

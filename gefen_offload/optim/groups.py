@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gefen_offload.optim import fused
 
@@ -111,6 +113,7 @@ def _check_parameter(tensor: object, name: object) -> None:
 
 def check_distinct(new: Sequence[tuple[str, Tensor]], old: Iterable[Tensor]) -> None:
     """Raise where a parameter comes twice; a tied one belongs in once, under one of its names."""
+    old = list(old)
     seen = {id(tensor): "an earlier group" for tensor in old}
     for name, tensor in new:
         if id(tensor) in seen:
@@ -119,6 +122,27 @@ def check_distinct(new: Sequence[tuple[str, Tensor]], old: Iterable[Tensor]) -> 
                 "position; pass a tied parameter once"
             )
         seen[id(tensor)] = f"this group as {name}"
+    _check_apart([*new, *(("a parameter of an earlier group", tensor) for tensor in old)])
+
+
+def _check_apart(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise where two parameters lie on the same memory: one step would update it twice, in no set order."""
+    extents = sorted((*extent, name) for name, tensor in parameters if (extent := _extent(tensor)) is not None)
+    for (_, end, one), (start, _, other) in pairwise(extents):
+        if start < end:
+            raise ValueError(
+                f"{one} and {other} are different parameters on the same memory; tie them by using one nn.Parameter in "
+                "both places, and pass it once"
+            )
+
+
+def _extent(tensor: Tensor) -> tuple[int, int] | None:
+    """The addresses that a plain contiguous tensor covers; None for any other, and for one without memory."""
+    if type(tensor) not in (Tensor, Parameter) or tensor.is_meta or not tensor.numel():
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or not tensor.data_ptr():
+        return None
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -77,6 +77,18 @@ def test_a_tied_parameter_steps_once():
     assert [state["step"] for state in optimizer.state.values()] == [1]
 
 
+def test_parameters_on_the_same_memory_are_refused():
+    """Two parameters that overlap in memory are named, also across groups; neighbours in one storage are welcome."""
+    storage = torch.randn(12)
+    first, second, overlapping = nn.Parameter(storage[:6]), nn.Parameter(storage[6:]), nn.Parameter(storage[4:8])
+    optimizer = Gefen([("first", first), ("second", second)])
+    with pytest.raises(ValueError, match=r"late.* different parameters on the same memory"):
+        optimizer.add_param_group({"params": [("late", overlapping)]})
+    with pytest.raises(ValueError, match="first and overlapping are different parameters on the same memory"):
+        Gefen([("first", first), ("overlapping", overlapping)])
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_parameter_given_twice_is_refused():
     """The same tensor twice, in one group or in two, raises at construction and names both places."""
     (tensor,) = parameters(shapes=[(4,)])

@@ -100,9 +100,7 @@ def rows() -> Iterator[Row]:
     """Every way of training at every moment of activation; dtypes and policies take turns."""
     for turn, ((way, options), (when, moments)) in enumerate(itertools.product(WAYS.items(), WHEN.items())):
         dtype = DTYPES[(turn + turn // 4) % 4]
-        if (
-            way == "scaler" and dtype.itemsize == 2
-        ):  # torch does not unscale such gradients everywhere
+        if way == "scaler" and dtype.itemsize == 2:  # torch does not unscale such gradients everywhere
             dtype = torch.float32
         yield Row(f"{way}-{when}", dtype, policy=POLICIES[turn % len(POLICIES)], **options, **moments)
     for dtype, moment in itertools.product(DTYPES, ("factored", "block")):

@@ -1,13 +1,14 @@
 """Measure the optimizers on this machine, side by side, within one process.
 
-Steps are timed synchronised, after a first step and two others; an offloaded one is compared with bare copies of the
-same bytes through the same slots. An optimizer that is not installed is named as absent.
+Steps are timed synchronised, after a first step and others to warm up; an offloaded one is compared with bare copies of
+the same bytes through the same slots. An optimizer that is not installed is named as absent.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from gefen_offload.bench import report
+from gefen_offload.bench.contestants import contestants
 from gefen_offload.bench.results import Entry, Results
 from gefen_offload.bench.runner import MIB, Plan, run
 from gefen_offload.bench.workloads import SIZES, NetworkShape
@@ -25,7 +27,8 @@ NO_GPU = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `gefen-offload bench`."""
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all by default")
+    told = f"of {', '.join(SECTIONS)}; all by default (`bench ranks` is another command: what the rank harness costs)"
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=told)
     parser.add_argument("--quick", action="store_true", help="workload A, fewer steps, sizes up to 350M")
     parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N, or cpu for a smoke test")
     parser.add_argument(
@@ -41,14 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the bench and return the exit code: 0, or 2 where there is no GPU or a choice is wrong."""
+    problem = problem_of(args)
+    if problem:
+        print(f"bench: {problem}", file=sys.stderr)
+        return NO_GPU
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench: there is no CUDA GPU here; `--device cpu` runs a smoke test", file=sys.stderr)
-        return NO_GPU
-    wrong = [s for s in args.sections if s not in SECTIONS] + [s for s in args.sizes.split(",") if s not in SIZES]
-    if wrong:
-        known = f"sections are {', '.join(SECTIONS)}; sizes are {', '.join(SIZES)}"
-        print(f"bench: there is no {', '.join(map(repr, wrong))}; {known}", file=sys.stderr)
         return NO_GPU
     results = Results(machine_of(device))
     for entry in run(plan_of(args, device)):
@@ -63,6 +65,21 @@ def main(args: argparse.Namespace) -> int:
         for path in (report.write_json(results, args.out), *report.draw(results, args.out)):
             print(f"wrote {path}")
     return 0
+
+
+def problem_of(args: argparse.Namespace) -> str:
+    """What is wrong with the options; empty if nothing."""
+    wrong = [s for s in args.sections if s not in SECTIONS] + [s for s in args.sizes.split(",") if s not in SIZES]
+    if wrong:
+        known = f"sections are {', '.join(SECTIONS)}; sizes are {', '.join(SIZES)}"
+        return f"there is no {', '.join(map(repr, wrong))}; {known}"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
+        return f"--device {args.device}: cuda, cuda:N or cpu"
+    if args.repeats < 1 or args.staging < 1:
+        return f"--repeats {args.repeats} --staging {args.staging}: both are at least 1"
+    names = [contestant.name for contestant in contestants(MIB)]
+    strange = [part for part in args.only if not any(part in name for name in names)]
+    return f"--only {strange[0]}: none of {'; '.join(names)}" if strange else ""
 
 
 def plan_of(args: argparse.Namespace, device: torch.device) -> Plan:

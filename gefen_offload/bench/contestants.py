@@ -1,4 +1,4 @@
-"""The optimizers that are compared: ours in three ways, and others where they are installed."""
+"""The optimizers that are compared: ours in four ways, and others where they are installed."""
 
 from __future__ import annotations
 

@@ -44,10 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``gate run``."""
-    parser.add_argument("--run-dir", metavar="DIR", help="where the evidence goes (a new folder under .gate)")
+    parser.add_argument("--run-dir", metavar="DIR", help="where the evidence goes (a new one under .gate)")
     parser.add_argument("--tier", action="append", default=[], choices=TIERS, help="run only this tier; repeatable")
     parser.add_argument("--require", action="append", default=[], choices=TIERS, help="exit 3 where it cannot run")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="deadline of each session")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="deadline of each session (%(default).0f)"
+    )
     parser.add_argument("--allow-dirty", action="store_true", help="judge uncommitted changes; never releasable")
     parser.add_argument("--commit", metavar="SHA", help="the commit of a copy without git; never releasable")
     parser.add_argument("--wheel", metavar="FILE", help="judge this wheel instead of building one")
@@ -82,14 +84,22 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.run_dir and (Path(arguments.run_dir) / "sessions").exists():
         print(f"gefen-offload gate run: {arguments.run_dir} already holds a run; name another folder", file=sys.stderr)
         return USAGE
-    if arguments.tests is None and arguments.mandatory is None and arguments.package is None:
-        return run.own(the_checkout(), options)
-    wrong = foreign_problem(arguments)
+    own = arguments.tests is None and arguments.mandatory is None and arguments.package is None
+    wrong = own_problem(arguments) if own else foreign_problem(arguments)
     if wrong:
         print(f"gefen-offload gate run: {wrong}", file=sys.stderr)
         return USAGE
+    if own:
+        return run.own(the_checkout(), options)
     suite = run.Foreign(arguments.tests.resolve(), arguments.mandatory.resolve(), arguments.package)
     return run.foreign(suite, options)
+
+
+def own_problem(arguments: argparse.Namespace) -> str:
+    """What is wrong with the arguments for this checkout; empty if nothing."""
+    if arguments.wheel and not Path(arguments.wheel).is_file():
+        return f"--wheel {arguments.wheel}: there is no such file"
+    return ""
 
 
 def foreign_problem(arguments: argparse.Namespace) -> str:
@@ -100,6 +110,10 @@ def foreign_problem(arguments: argparse.Namespace) -> str:
         return f"--tests {arguments.tests}: there is no such folder"
     if not arguments.mandatory.is_file():
         return f"--mandatory {arguments.mandatory}: there is no such file"
+    given = {"--tier": arguments.tier, "--wheel": arguments.wheel, "--commit": arguments.commit}
+    if any(given.values()):
+        ours = ", ".join(name for name, value in given.items() if value)
+        return f"{ours}: for this checkout alone; another project's suite (--tests) runs whole, as it is installed"
     return ""
 
 
@@ -138,6 +152,8 @@ def baseline_command(arguments: argparse.Namespace) -> int:
         wrong = baseline.mixed_commits(the_checkout())
         for line in wrong:
             print(f"baseline: {line}")
+        if not wrong:
+            print("baseline: each was changed alone, with the report that it was made from, or there is none")
         return int(bool(wrong))
     measured = verdict.measured(rundir.load(arguments.update).record)
     if measured is None:

@@ -11,6 +11,7 @@ from gefen_offload.gate.verdict import Row, Verdict
 
 MOST_REASONS = 12
 MOST_SUBJECTS = 2
+LONGEST = 200
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -48,7 +49,8 @@ def gist(detail: str) -> str:
     """One line of a detail: of a traceback the first that pytest marks as the error, else the last."""
     lines = detail.strip().splitlines() or [""]
     marked = [line[1:].strip() for line in lines if line.startswith("E ")]
-    return (marked or [lines[-1]])[0][:160]
+    line = (marked or [lines[-1]])[0]
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 4]} ..."
 
 
 def text(verdict: Verdict, folder: str) -> str:

@@ -88,7 +88,7 @@ def decide(
     return Verdict(
         worst(findings),
         tuple(findings),
-        rows(manifest, due, sessions, findings),
+        rows(manifest, due, sessions, findings, facts_before),
         not_release(manifest, due, facts_before),
     )
 
@@ -293,14 +293,19 @@ def measured(record: Sequence[Session]) -> performance.Measurement | None:
 
 
 def rows(
-    manifest: Manifest, due: Sequence[str], sessions: dict[str, Session], findings: Sequence[Finding]
+    manifest: Manifest, due: Sequence[str], sessions: dict[str, Session], findings: Sequence[Finding], facts: Facts
 ) -> tuple[Row, ...]:
     """The table: the checks, the tiers that ran, and by name those that did not."""
 
     def status(check: str) -> Status:
         return worst([finding for finding in findings if finding.check == check])
 
-    table = [Row(check, "", status(check)) for check in ("lists", "source", "wheel", "machine")]
+    # another project's suite has no checkout, and files to look at only where its package was named
+    absent = {"source", "wheel"} if facts.source is None else set()
+    if facts.package:
+        absent.discard("wheel")
+    checks = ("lists", "source", "wheel", "machine")
+    table = [Row(check, "", None if check in absent else status(check)) for check in checks]
     for tier in [*due, *(tier for tier in manifest.lists if tier not in due)]:
         session = sessions.get(tier)
         count = f"{len(manifest.lists[tier])} tests"

@@ -249,4 +249,6 @@ def worker_problem(worker: Callable[..., Any]) -> str | None:
         return f"{name} is defined inside another function; move it to the top of its file"
     if module is None:
         return f"the module {worker.__module__!r} of {name} is not loaded"
+    if module.__name__ == "__main__" and not os.path.isfile(getattr(module, "__file__", None) or ""):
+        return f"{name} stands in {worker.__code__.co_filename}, which is no file; ranks read it from one"
     return None

@@ -48,6 +48,22 @@ def test_unknown_size_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.3B" in message
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--device", "toaster"), "--device toaster"),
+        (("--device", "cpu", "--only", "nobody"), "--only nobody: none of gefen_offload, resident"),
+        (("--device", "cpu", "--repeats", "0"), "--repeats 0"),
+        (("X",), "there is no 'X'"),
+    ],
+    ids=["device", "only", "repeats", "section"],
+)
+def test_wrong_options_are_named(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An option that makes no sense is named, on any machine, and nothing is measured."""
+    assert cli.main(arguments(*words)) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_workload_a_is_the_anchor() -> None:
     """Workload A has 1,311,621,120 parameters in 289 tensors."""
     assert workload_a().elements == 1_311_621_120

@@ -52,6 +52,28 @@ def test_a_foreign_suite_is_judged(tmp_path, two, mandatory, code, says):
     assert "not a release verdict: another project's suite" in done.stdout.splitlines()[0]
 
 
+@pytest.mark.parametrize("option", ["--tier", "--wheel", "--commit"])
+def test_a_foreign_suite_takes_no_option_of_ours(tmp_path, option):
+    """What would choose another part or another wheel is refused, as it would be ignored."""
+    done = judge(project(tmp_path), option, "cpu")
+    assert done.returncode == 2
+    assert f"{option}: for this checkout alone" in done.stderr
+
+
+def test_what_a_foreign_suite_does_not_have_is_not_called_passed(tmp_path):
+    """Without a checkout there is no source, and without --package there are no files to look at: both are not run."""
+    rows = dict(line.split(maxsplit=1) for line in judge(project(tmp_path)).stdout.splitlines() if "  " in line)
+    assert (rows["source"], rows["wheel"], rows["machine"]) == ("not run", "not run", "PASS")
+
+
+def test_a_wheel_that_is_not_there_is_named_before_a_run_begins(tmp_path):
+    """A mistyped --wheel is a mistake of the command line, and leaves no run directory."""
+    done = command("gate", "run", "--wheel", str(tmp_path / "no.whl"), "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert "there is no such file" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_deadline_ends_a_foreign_suite(tmp_path):
     """--timeout is the session's deadline."""
     folder = project(tmp_path, two="__import__('threading').Event().wait()")

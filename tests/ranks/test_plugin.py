@@ -104,6 +104,14 @@ def test_as_a_library(tmp_path):
     assert done.stdout.split("\n")[:2] == ["[5, 6]", "TypeError"], done.stderr
 
 
+def test_a_worker_without_a_file(tmp_path):
+    """A worker typed at a prompt or piped in is refused before anything starts: a rank could not read it."""
+    command = [sys.executable, "-"]
+    done = subprocess.run(command, input=PROGRAM, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "TypeError: ranks.run(): the worker must be" in done.stderr
+    assert "worker stands in <stdin>, which is no file" in done.stderr
+
+
 def test_faults_of_ranks_that_are_not_there():
     """A fault for a rank outside the world is refused."""
     from gefen_offload.ranks import faults

@@ -55,6 +55,8 @@ def main(only: str = "") -> int:
     """Print each case with its reasons; 1 if the gate was wrong about any."""
     began = time.monotonic()
     done = results(only)
+    if not done:
+        print(f"selftest: no case has {only!r} in its name")
     for case, complaint in done:
         says = complaint or f"ok       {case.name}: {', '.join(sorted(reason.name for reason in case.expected))}"
         print(f"selftest: {'WRONG    ' if complaint else ''}{says}")

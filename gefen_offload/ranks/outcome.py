@@ -180,11 +180,23 @@ def complete(outcomes: Sequence[Outcome], world: int) -> list[Outcome]:
 
 
 def _is_echo(outcome: Outcome, outcomes: Sequence[Outcome]) -> bool:
-    """Whether another rank's end explains this one: a peer's connection error, or a rank that only waited."""
+    """Whether another rank explains this one: it died, it was waited for in a collective, or this one only ran on."""
+    lost_peer = outcome.failure is not None and outcome.failure.is_connection
+    missing = _awaited(outcomes)
+    if missing:
+        return outcome not in missing and (lost_peer or outcome.kind in _UNFINISHED)
     if outcome.kind is Kind.BLOCKED:
         return True
-    echo = outcome.failure is not None and outcome.failure.is_connection
-    return echo and any(o.bad and o is not outcome and o.kind is not Kind.BLOCKED for o in outcomes)
+    return lost_peer and any(o.bad and o is not outcome and o.kind is not Kind.BLOCKED for o in outcomes)
+
+
+def _awaited(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The unfinished ranks that never entered the collective in which another one waits, or gave up waiting."""
+    waiting = [o.collectives for o in outcomes if o.bad and "not left" in o.collective]
+    return [o for o in outcomes if o.kind in _UNFINISHED and o.collectives < max(waiting, default=0)]
+
+
+_UNFINISHED = (Kind.HUNG, Kind.BLOCKED)
 
 
 def signal_name(code: int | None) -> str:

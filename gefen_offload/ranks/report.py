@@ -45,7 +45,8 @@ def report(verdict: Verdict, outcomes: Sequence[Outcome], evidence: Evidence, su
 def _summary(verdict: Verdict, bad: Sequence[Outcome], world: int) -> str:
     if verdict.reason:
         return verdict.reason
-    ranks = ", ".join(str(o.rank) for o in bad if o.kind is not Kind.BLOCKED)
+    first = None if verdict.first is None else verdict.first.rank
+    ranks = ", ".join(str(o.rank) for o in bad if o.kind is not Kind.BLOCKED or o.rank == first)
     return f"rank {ranks} of {world} failed; {verdict.first.headline() if verdict.first else verdict.kind.value}"
 
 

@@ -249,8 +249,9 @@ def test_peer_in_a_collective(gloo, ending, size):
 
 
 def test_hang_in_a_collective(gloo):
-    """A collective that one rank never enters is reported with its number and that rank."""
+    """A collective that one rank never enters is reported with its number and that rank, which is the first cause."""
     report = gloo.report("test_hang_in_a_collective")
+    assert "first cause: rank 1" in report.text
     assert "never entered all_reduce (number 2), where rank 0 waited: rank 1 (entered 1 before)" in report.text
     assert "in reduce_without_rank_one" in report.text
 

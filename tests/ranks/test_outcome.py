@@ -54,6 +54,29 @@ def test_echo_before_the_cause(echo):
     assert verdict.kind is Kind.KILLED
 
 
+@pytest.mark.parametrize("kind", [Kind.HUNG, Kind.BLOCKED], ids=["hung", "blocked"])
+@pytest.mark.parametrize("waiting", ["gave-up", "hung"])
+def test_the_rank_that_others_wait_for(kind, waiting):
+    """A rank that never entered the collective in which another waits, or gave up waiting, is the first cause."""
+    inside = {"collectives": 2, "collective": "all_reduce (number 2, not left)"}
+    peer = outcome(0, Kind.RAISED, 5, "Timed out waiting 3200ms for recv operation", **inside)
+    if waiting == "hung":
+        peer = outcome(0, Kind.HUNG, 5, **inside)
+    verdict = judge([peer, outcome(1, kind, 10, collectives=1, collective="all_reduce (number 1, left)")], 2)
+    assert verdict.first.rank == 1
+    assert [o.rank for o in verdict.secondary] == [0]
+
+
+def test_a_death_comes_before_a_rank_that_is_late():
+    """Where a rank died, one that had not yet come as far as its peers is no cause."""
+    outcomes = [
+        outcome(0, Kind.BLOCKED, 30, collectives=2, collective="all_reduce (number 2, not left)"),
+        outcome(1, Kind.KILLED, 10, code=-9, collectives=2, collective="all_reduce (number 2, not left)"),
+        outcome(2, Kind.BLOCKED, 30, collectives=1, collective="all_reduce (number 1, left)"),
+    ]
+    assert judge(outcomes, 3).first.rank == 1
+
+
 def test_only_echoes():
     """If there are only connection errors the first of them is the cause."""
     verdict = judge([outcome(r, Kind.RAISED, 5 - r, "Connection reset by peer") for r in (0, 1)], 2)

@@ -43,7 +43,8 @@ def fails(operation):
 
 
 def fail_each_copy(accelerator, optimizer, operation, count, on_arrival):
-    """The operation fails at each of its copies in turn, and changes nothing."""
+    """The operation fails at each of its copies, one a state tensor at least, in turn, and changes nothing."""
+    assert count >= 3 * (len(SHAPES) - 1)
     witness = Witness(optimizer, accelerator)
     for index in range(count):
         accelerator.fault = Fault(accelerator.copies + index, on_arrival)
@@ -65,7 +66,6 @@ def test_activation(accelerator, on_arrival):
     training = trained(ROW, CPU, 2, offload=False)
     activate = lambda: training.optimizer.offload_state_(policy=ROW.policy)  # noqa: E731
     count = copies_of(accelerator, activate)
-    assert count >= 3 * (len(SHAPES) - 1)
     training.optimizer.restore_state_()
     fail_each_copy(accelerator, training.optimizer, activate, count, on_arrival)
     activate()

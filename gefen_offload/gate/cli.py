@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from gefen_offload.gate import checkout, manifest
 from gefen_offload.gate.recorder import TIERS
@@ -89,10 +91,18 @@ def run_command(arguments: argparse.Namespace) -> int:
     if wrong:
         print(f"gefen-offload gate run: {wrong}", file=sys.stderr)
         return USAGE
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, ended)
     if own:
         return run.own(the_checkout(), options)
     suite = run.Foreign(arguments.tests.resolve(), arguments.mandatory.resolve(), arguments.package)
     return run.foreign(suite, options)
+
+
+def ended(number: int, frame: object) -> NoReturn:
+    """A signal that ends the gate ends its sessions first, and leaves no verdict."""
+    print("gefen-offload gate: ended before its verdict; its sessions are ended too", file=sys.stderr)
+    sys.exit(128 + number)
 
 
 def own_problem(arguments: argparse.Namespace) -> str:

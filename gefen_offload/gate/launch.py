@@ -6,19 +6,18 @@ first, so the session sees only what its own environment gives it and never the 
 
 from __future__ import annotations
 
-import faulthandler
 import importlib.util
-import os
-import signal
 import sys
 from pathlib import Path
 from types import ModuleType
 
+NAME = "_gefen_offload_gate_recorder"
+
 
 def recorder_module() -> ModuleType:
-    """The recorder beside this file, under a name that no suite imports."""
+    """The recorder beside this file, under its own name."""
     path = Path(__file__).with_name("recorder.py")
-    spec = importlib.util.spec_from_file_location("_gefen_offload_gate_recorder", path)
+    spec = importlib.util.spec_from_file_location(NAME, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"the recorder is missing beside the launcher: {path}")
     module = importlib.util.module_from_spec(spec)
@@ -31,12 +30,13 @@ def main() -> int:
     """Run pytest with the recorder; SIGUSR1 prints every thread's stack to the session's log."""
     del sys.path[0]
     record, nonce, package, _, *arguments = sys.argv[1:]
-    # pytest redirects standard error while a test runs; the stacks go to the log that was there before.
-    faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True, chain=False)
     import pytest
 
-    recorder = recorder_module().Recorder(Path(record), nonce, package or None)
-    return int(pytest.main(arguments, plugins=[recorder]))
+    module = recorder_module()
+    module.explain_on_signal()
+    recorder = module.Recorder(Path(record), nonce, package or None)
+    # -p is for the workers of pytest-xdist, which get these arguments too: here the module does nothing.
+    return int(pytest.main(["-p", NAME, *arguments], plugins=[recorder]))
 
 
 if __name__ == "__main__":

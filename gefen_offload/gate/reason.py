@@ -58,6 +58,7 @@ class Reason(enum.Enum):
     NO_END = (Status.INCOMPLETE, "a session stopped without its end line")
     DEADLINE = (Status.FAIL, "a session was still running at its deadline and was killed")
     CRASHED = (Status.FAIL, "a session was ended by a signal")
+    WORKER_LOST = (Status.FAIL, "one of a session's parallel workers died before its end")
     INTERNAL_ERROR = (Status.INCOMPLETE, "pytest or a hook failed inside")
     EXIT_MISMATCH = (Status.INCOMPLETE, "a session's process ended with another code than its pytest reported")
     UNEXPLAINED_EXIT = (Status.INCOMPLETE, "a session reported an exit status that its tests do not explain")

@@ -1,7 +1,8 @@
 """The record, read back: what one pytest session did, and how far its evidence can be believed.
 
-The recorder (:mod:`gefen_offload.gate.recorder`) writes a line per event; :func:`read` turns the file into a frozen
-:class:`Session`. What is wrong with the file itself is a :class:`Damage`, never an exception: the verdict needs it.
+The recorder (:mod:`gefen_offload.gate.recorder`) writes a line per event, each process of the session into a file of
+its own; :func:`read` turns the files into a frozen :class:`Session`. What is wrong with a file itself is a
+:class:`Damage`, never an exception: the verdict needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gefen_offload.gate.recorder import VERSION, link
+from gefen_offload.gate.recorder import VERSION, link, worker_record
 
 
 class Damage(enum.Enum):
@@ -56,7 +57,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Session:
-    """One session's events, in the order in which they were written."""
+    """One session's events, in the order in which each of its processes wrote them."""
 
     tier: str
     exit: Exit
@@ -72,8 +73,12 @@ class Session:
     internal_errors: tuple[str, ...] = ()
     properties: Mapping[str, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
     """What each test noted with ``record_property``, and the ranks' proof."""
-    modules: Mapping[str, str] = field(default_factory=dict)
-    torch: str | None = None
+    modules: frozenset[tuple[str, str]] = frozenset()
+    """Name and file of each module of the judged package that was loaded."""
+    torch: frozenset[str] = frozenset()
+    """The versions of torch that were loaded; one, if all is well."""
+    lost: tuple[tuple[str, str], ...] = ()
+    """Workers that did not end as they should, with what the session says about them."""
     status: int | None = None
     """The exit status that pytest itself reported at its end."""
 
@@ -82,21 +87,32 @@ class Session:
         return [(id, value) for id, entries in self.properties.items() for key, value in entries if key == name]
 
 
+Event = dict[str, Any]
+
+
 def read(path: Path, tier: str, nonce: str, exit: Exit) -> Session:
-    """Read a session's record; whatever is wrong with the file is in ``damage``."""
+    """Read a session's record and those of its workers; whatever is wrong with a file is in ``damage``."""
+    main, damage = read_file(path, nonce, "")
+    processes = [main]
+    for worker in [event["id"] for event in main if event["kind"] == "worker"]:
+        events, wrong = read_file(worker_record(path, worker), nonce, worker)
+        processes.append(events)
+        damage += [(what, f"{worker}: {text}") for what, text in wrong]
+    return assemble(tier, exit, nonce, processes, damage)
+
+
+def read_file(path: Path, nonce: str, worker: str) -> tuple[list[Event], list[tuple[Damage, str]]]:
+    """One process's events, and what is wrong with its file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    if not text.strip():
-        return Session(tier, exit, nonce, ((Damage.MISSING, path.name),))
-    events, damage = events_of(text, nonce)
-    return assemble(tier, exit, nonce, events, damage)
+    return events_of(text, nonce, worker) if text.strip() else ([], [(Damage.MISSING, path.name)])
 
 
-def events_of(text: str, nonce: str) -> tuple[list[dict[str, Any]], list[tuple[Damage, str]]]:
+def events_of(text: str, nonce: str, worker: str) -> tuple[list[Event], list[tuple[Damage, str]]]:
     """The events up to the first line that does not belong, and what is wrong from there on."""
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     chain = ""
     lines = text.split("\n")
     complete, rest = lines[:-1], lines[-1]
@@ -107,8 +123,9 @@ def events_of(text: str, nonce: str) -> tuple[list[dict[str, Any]], list[tuple[D
             event = json.loads(body)
         except (ValueError, KeyError, TypeError):
             return events, [(Damage.EDITED, f"line {number} cannot be read")]
-        if number == 1 and event.get("nonce") != nonce:
-            return [], [(Damage.FOREIGN, f"written under nonce {event.get('nonce')!r}, this run's is {nonce!r}")]
+        if number == 1 and (event.get("nonce"), event.get("worker", "")) != (nonce, worker):
+            whose = f"{event.get('nonce')!r} {event.get('worker', '')}".rstrip()
+            return [], [(Damage.FOREIGN, f"written under {whose}, not {nonce!r} {worker}".rstrip())]
         chain = link(nonce, chain, body)
         if chain != claimed:
             return events, [(Damage.EDITED, f"line {number}")]
@@ -118,7 +135,7 @@ def events_of(text: str, nonce: str) -> tuple[list[dict[str, Any]], list[tuple[D
     return events, after_the_end(events)
 
 
-def after_the_end(events: list[dict[str, Any]]) -> list[tuple[Damage, str]]:
+def after_the_end(events: list[Event]) -> list[tuple[Damage, str]]:
     """A whole file can still lack its end, or be of another version."""
     if events[0].get("version") != VERSION:
         return [(Damage.VERSION, f"{events[0].get('version')!r}, not {VERSION}")]
@@ -129,35 +146,52 @@ def after_the_end(events: list[dict[str, Any]]) -> list[tuple[Damage, str]]:
 
 
 def assemble(
-    tier: str, exit: Exit, nonce: str, events: list[dict[str, Any]], damage: list[tuple[Damage, str]]
+    tier: str, exit: Exit, nonce: str, processes: list[list[Event]], damage: list[tuple[Damage, str]]
 ) -> Session:
-    """A session from its events."""
+    """A session from the events of its processes, the first being its own and the others its workers'."""
 
-    def of(kind: str) -> Iterable[dict[str, Any]]:
-        return (event for event in events if event["kind"] == kind)
+    def of(kind: str) -> list[Event]:
+        return [event for events in processes for event in events if event["kind"] == kind]
 
-    end = next(iter(of("end")), {})
-    imports = next(iter(of("imports")), {})
+    chosen = next((events for events in processes if any(event["kind"] == "selected" for event in events)), [])
+    collecting = [event for event in chosen if event["kind"] in ("collected", "deselected", "selected")]
+    end = next((event for event in processes[0] if event["kind"] == "end"), {})
+    errors = [(event["id"], event["outcome"], event["text"]) for event in of("collect")]
     return Session(
         tier=tier,
         exit=exit,
         nonce=nonce,
         damage=tuple(damage),
-        collected=tuple(id for event in of("collected") for id in event["ids"]),
-        deselected=tuple(id for event in of("deselected") for id in event["ids"]),
-        selected=tuple((id, tuple(tiers)) for event in of("selected") for id, tiers in event["tests"]),
+        collected=tuple(id for event in collecting if event["kind"] == "collected" for id in event["ids"]),
+        deselected=tuple(id for event in collecting if event["kind"] == "deselected" for id in event["ids"]),
+        selected=selection(collecting),
         started=tuple(event["id"] for event in of("start")),
         phases=tuple(Phase(**{key: event[key] for key in Phase.__dataclass_fields__}) for event in of("phase")),
-        collect_errors=tuple((event["id"], event["outcome"], event["text"]) for event in of("collect")),
-        internal_errors=tuple(event["text"] for event in of("internal")),
+        collect_errors=tuple(dict.fromkeys([*errors, *disagreements(processes, selection(collecting))])),
+        internal_errors=tuple(dict.fromkeys(event["text"] for event in of("internal"))),
         properties=properties_of(of("phase")),
-        modules=imports.get("modules", {}),
-        torch=imports.get("torch"),
+        modules=frozenset(entry for event in of("imports") for entry in event["modules"].items()),
+        torch=frozenset(event["torch"] for event in of("imports") if event["torch"] is not None),
         status=end.get("status"),
+        lost=tuple((event["id"], event["error"]) for event in of("worker-down") if event["error"]),
     )
 
 
-def properties_of(phases: Iterable[dict[str, Any]]) -> dict[str, tuple[tuple[str, Any], ...]]:
+def selection(events: list[Event]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """What one process was going to run, each test with its tiers."""
+    return tuple((id, tuple(tiers)) for event in events if event["kind"] == "selected" for id, tiers in event["tests"])
+
+
+def disagreements(
+    processes: list[list[Event]], selected: tuple[tuple[str, tuple[str, ...]], ...]
+) -> list[tuple[str, str, str]]:
+    """Workers that selected other tests than the first, as failed collections."""
+    found = [(events[0].get("worker", ""), selection(events)) for events in processes if events]
+    text = "this worker selected other tests than the first one"
+    return [(worker, "failed", text) for worker, tests in found if tests and tests != selected]
+
+
+def properties_of(phases: Iterable[Event]) -> dict[str, tuple[tuple[str, Any], ...]]:
     """What the tests noted, by test id."""
     noted: dict[str, tuple[tuple[str, Any], ...]] = {}
     for phase in phases:

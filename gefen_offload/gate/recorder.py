@@ -3,16 +3,21 @@
 This file is loaded by path inside the session that is judged, before anything of that session's own; it therefore
 imports only the standard library and pytest. Each line is a JSON object with a ``chain``: a keyed digest of the line
 and of all lines before it, so an edited, shortened or exchanged record does not read as the one that was written.
+
+Under pytest-xdist every worker writes a record of its own, and the session's own record names the workers and says how
+each ended. The launcher and :data:`LOAD` put this module where ``-p`` finds it. PYTEST_DONT_REWRITE
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import hashlib
 import hmac
 import inspect
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,7 +28,18 @@ from typing import Any
 
 import pytest
 
-VERSION = 1
+VERSION = 2
+NAME = "_gefen_offload_gate_recorder"
+"""The name under which a session, and each of its workers, knows this module; no suite imports it."""
+LOAD = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location({NAME!r}, {__file__!r})
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.explain_on_signal()
+"""
+"""Run in a worker before its pytest starts, so that its ``-p`` finds this module on no path."""
+LOAD_TIMEOUT = 120.0
 TIERS = ("cpu", "gloo2", "gloo4", "gloo8", "gpu1", "gpu2", "gpu4", "gpu8")
 LONGEST_TEXT = 4000
 
@@ -33,14 +49,33 @@ def link(key: str, previous: str, body: str) -> str:
     return hmac.new(key.encode(), (previous + body).encode(), hashlib.sha256).hexdigest()[:24]
 
 
-class Recorder:
-    """Writes one session's events; of this process only, so that a forked child's echoes are not evidence."""
+def explain_on_signal() -> None:
+    """SIGUSR1 prints every thread's stack to what is standard error now; pytest redirects it while a test runs."""
+    faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True, chain=False)
 
-    def __init__(self, path: Path, nonce: str, package: str | None) -> None:
-        self._path, self._nonce, self._package = path, nonce, package
+
+def worker_record(path: Path, worker: str) -> Path:
+    """Where a worker of the session that is recorded at ``path`` writes."""
+    return path.with_suffix(f".{worker}.jsonl")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """In a worker: record it."""
+    given = getattr(config, "workerinput", {}).get(NAME)
+    if given is not None:
+        recorder = Recorder(Path(given["path"]), given["nonce"], given["package"], given["worker"])
+        config.pluginmanager.register(recorder)
+
+
+class Recorder:
+    """Writes one process's events, never those of a forked child: its echoes are not evidence."""
+
+    def __init__(self, path: Path, nonce: str, package: str | None, worker: str = "") -> None:
+        self._path, self._nonce, self._package, self._worker = path, nonce, package, worker
         self._chain, self._lines, self._owner = "", 0, os.getpid()
         self._lock = threading.Lock()
-        self._collected: list[str] = []
+        self._spread = False
         self._bodies: set[str] = set()
         self._file = path.open("a", encoding="utf-8")
 
@@ -62,6 +97,7 @@ class Recorder:
             "header",
             version=VERSION,
             nonce=self._nonce,
+            worker=self._worker,
             pid=self._owner,
             python=sys.version.split()[0],
             pytest=pytest.__version__,
@@ -70,11 +106,25 @@ class Recorder:
             time=time.time(),
         )
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Give a new worker its recorder, and note that its record must be there."""
+        self._spread, worker = True, node.gateway.id
+        path = worker_record(self._path, worker)
+        given = {"path": str(path), "nonce": self._nonce, "package": self._package, "worker": worker}
+        node.workerinput[NAME] = given
+        self.write("worker", id=worker)
+        node.gateway.remote_exec(LOAD).waitclose(LOAD_TIMEOUT)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Note how a worker ended."""
+        self.write("worker-down", id=node.gateway.id, error=str(error) if error else "")
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Note every id before any other hook may drop, double or reorder it."""
-        self._collected = [item.nodeid for item in items]
-        self.write("collected", ids=self._collected)
+        self.write("collected", ids=[item.nodeid for item in items])
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         """Note what selection left out."""
@@ -119,13 +169,17 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note that a test begins, so that the one that never ended has a name."""
+        """Note that a test begins, so that the one that never ended has a name; a worker's test is in its record."""
+        if self._spread:
+            return
         self._bodies.discard(nodeid)
         self.write("start", id=nodeid, time=time.time())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note one phase of one test."""
+        """Note one phase of one test, in the process that ran it."""
+        if self._spread:
+            return
         self.write(
             "phase",
             id=report.nodeid,

@@ -6,7 +6,9 @@ import dataclasses
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from gefen_offload.gate import (
     manifest,
     report,
     rundir,
+    schedule,
     session,
     statement,
     summary,
@@ -29,6 +32,7 @@ from gefen_offload.gate.progress import Progress
 from gefen_offload.gate.reason import Status
 from gefen_offload.gate.record import Session
 from gefen_offload.gate.rundir import Evidence
+from gefen_offload.gate.schedule import Turn
 from gefen_offload.gate.selftest import run as selftest
 from gefen_offload.gate.verdict import Verdict, due_tiers, whole_session
 from gefen_offload.gate.wheel import WheelError
@@ -120,21 +124,58 @@ def preflight(folder: Path, lists: Manifest, before: Facts) -> Evidence | None:
 def sessions(
     root: Path, folder: Path, lists: Manifest, before: Facts, options: Options, progress: Progress
 ) -> tuple[Session, ...]:
-    """One session for each tier that is due, and on a GPU the measurements, one after the other."""
-    done = []
-    for tier in due_tiers(lists, before):
-        where = [name for name in SUITES if (root / name).is_dir()]
-        required = [f"--require-gpus={tier.removeprefix('gpu')}"] if tier.startswith("gpu") else []
-        arguments = ("-m", tier, "-p", "no:cacheprovider", "--rootdir", str(root), *required, *where)
-        plan = session.Plan(
-            tier, sys.executable, root, arguments, options.timeout, checkout.PACKAGE, (str(folder / "site"),)
-        )
-        with progress.session(tier, len(lists.lists[tier])) as watch:
-            done.append(session.run(plan, folder / "sessions", watch))
+    """One session for each tier that is due, in lanes side by side; then on a GPU, alone, the measurements."""
+    due = due_tiers(lists, before)
+    spread = importlib.util.find_spec("xdist") is not None
+    stopping = threading.Event()
+
+    def one_after_the_other(lane: tuple[Turn, ...]) -> list[Session]:
+        done = []
+        for turn in lane:
+            with progress.session(turn.tier, len(lists.lists[turn.tier])) as watch:
+                done.append(session.run(planned(root, folder, turn, options), folder / "sessions", watch, stopping))
+        return done
+
+    lanes = schedule.lanes(due, before.cores, len(before.gpus), spread)
+    done = side_by_side(lanes, one_after_the_other, stopping)
+    done.sort(key=lambda session: due.index(session.tier))
     if before.gpus and lists.performance:
         progress.say("performance: counters and times")
         done.append(session.run(ours(folder, performance.CHECK, "step.py", "gpu1", options), folder / "sessions"))
     return tuple(done)
+
+
+def side_by_side(
+    lanes: Sequence[tuple[Turn, ...]], run: Callable[[tuple[Turn, ...]], list[Session]], stopping: threading.Event
+) -> list[Session]:
+    """Run the lanes at the same time; whatever ends this call ends them first."""
+    with ThreadPoolExecutor(max(1, len(lanes))) as pool:
+        try:
+            futures = [pool.submit(run, lane) for lane in lanes]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            broken = [future for future in futures if future.done() and future.exception()]
+            return [session for future in broken or futures for session in future.result()]
+        except BaseException:
+            stopping.set()
+            raise
+
+
+def planned(root: Path, folder: Path, turn: Turn, options: Options) -> session.Plan:
+    """The session of one tier on the judged wheel."""
+    where = [name for name in SUITES if (root / name).is_dir()]
+    required = [f"--require-gpus={turn.tier.removeprefix('gpu')}"] if turn.tier.startswith("gpu") else []
+    spread = session.spread(turn.workers)
+    arguments = ("-m", turn.tier, "-p", "no:cacheprovider", *spread, "--rootdir", str(root), *required, *where)
+    return session.Plan(
+        turn.tier,
+        sys.executable,
+        root,
+        arguments,
+        options.timeout,
+        checkout.PACKAGE,
+        (str(folder / "site"),),
+        {} if turn.threads is None or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(turn.threads)},
+    )
 
 
 def ours(folder: Path, check: str, name: str, tier: str, options: Options) -> session.Plan:

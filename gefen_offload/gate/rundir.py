@@ -19,6 +19,7 @@ from gefen_offload.gate import facts as facts_
 from gefen_offload.gate.facts import Facts, to_json
 from gefen_offload.gate.manifest import Manifest
 from gefen_offload.gate.record import Exit, Session, read
+from gefen_offload.gate.session import records
 from gefen_offload.gate.verdict import Verdict, decide
 
 
@@ -72,8 +73,8 @@ def write(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
     )
     with (folder / "record.jsonl").open("wb") as whole:
         for session in evidence.record:
-            path = folder / "sessions" / f"{session.tier}.jsonl"
-            whole.write(path.read_bytes() if path.is_file() else b"")
+            for path in records(folder / "sessions" / f"{session.tier}.jsonl"):
+                whole.write(path.read_bytes() if path.is_file() else b"")
 
 
 def write_json(path: Path, value: Any) -> None:

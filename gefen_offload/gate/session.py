@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gefen_offload.gate.record import Exit, Session, read
+from gefen_offload.gate.recorder import worker_record
 
 LAUNCHER = Path(__file__).with_name("launch.py")
 MARK = "GEFEN_OFFLOAD_GATE_RUN"
@@ -23,9 +26,14 @@ SCRUBBED = (
     "PYTHONSTARTUP",
     "PYTEST_CURRENT_TEST",
     "GEFEN_RANKS_INVENTORY",
+    "PYTEST_XDIST_AUTO_NUM_WORKERS",
+    "PYTEST_XDIST_TESTRUNUID",
+    "PYTEST_XDIST_WORKER",
+    "PYTEST_XDIST_WORKER_COUNT",
 )
 """Variables that change what a session runs without standing in its command line."""
 POLL = 0.05
+Watch = Callable[[Sequence[Path]], None]
 KILL_PATIENCE = 5.0
 
 
@@ -46,10 +54,20 @@ class Plan:
     """Seconds that the session's helpers have to be gone after its end."""
 
 
-def run(plan: Plan, into: Path, watch: Callable[[Path], None] | None = None) -> Session:
+class StoppedError(RuntimeError):
+    """A session was ended because the run that it belongs to ends."""
+
+
+def spread(workers: int) -> tuple[str, ...]:
+    """The arguments that spread a session's tests over processes of pytest-xdist; none for one process."""
+    return ("-n", str(workers), "--dist", "worksteal") if workers > 1 else ()
+
+
+def run(plan: Plan, into: Path, watch: Watch | None = None, stopping: threading.Event | None = None) -> Session:
     """Run the session and read its record; ``into`` receives ``<tier>.jsonl`` and ``<tier>.log``.
 
-    ``watch`` is called now and then with the record's path, to show progress.
+    ``watch`` is called now and then with the paths of its records, to show progress; ``stopping``, once set, ends the
+    session, and the call with :class:`StoppedError`.
     """
     nonce = secrets.token_hex(8)
     record, log = into / f"{plan.tier}.jsonl", into / f"{plan.tier}.log"
@@ -65,7 +83,7 @@ def run(plan: Plan, into: Path, watch: Callable[[Path], None] | None = None) -> 
             start_new_session=True,
         )
         try:
-            expired = not wait(process, plan.timeout, record, watch)
+            expired = not wait(process, plan.timeout, record, watch, stopping or threading.Event())
         finally:
             stop(process)
     left = leftovers(nonce, plan.grace)
@@ -98,18 +116,35 @@ def holds(folder: Path, package: str) -> bool:
     return (folder / package).is_dir() or (folder / f"{package}.py").is_file()
 
 
-def wait(process: subprocess.Popen[bytes], timeout: float, record: Path, watch: Callable[[Path], None] | None) -> bool:
+def wait(
+    process: subprocess.Popen[bytes], timeout: float, record: Path, watch: Watch | None, stopping: threading.Event
+) -> bool:
     """Wait for the session's end; False when the deadline came first, its stacks then being in the log."""
     deadline = time.monotonic() + timeout
     while process.poll() is None:
+        if stopping.wait(POLL):
+            raise StoppedError(record.stem)
         if time.monotonic() > deadline:
-            process.send_signal(signal.SIGUSR1)
+            for pid in (process.pid, *workers(record)):
+                with contextlib.suppress(ProcessLookupError):
+                    if os.getsid(pid) == process.pid:
+                        os.kill(pid, signal.SIGUSR1)
             time.sleep(1.0)
             return False
         if watch is not None:
-            watch(record)
-        time.sleep(POLL)
+            watch(records(record))
     return True
+
+
+def records(record: Path) -> list[Path]:
+    """A session's own record, and those of its workers."""
+    return [record, *sorted(record.parent.glob(worker_record(record, "*").name))]
+
+
+def workers(record: Path) -> list[int]:
+    """The processes of the session's workers, as far as their records name them."""
+    heads = (tail_of.read_text(errors="replace").partition("\n")[0] for tail_of in records(record)[1:])
+    return [json.loads(json.loads(head)["body"])["pid"] for head in heads if head.endswith("}")]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -205,6 +205,7 @@ def evidence(session: Session) -> list[Finding]:
     findings = [Finding(DAMAGES[damage], tier, detail=text) for damage, text in session.damage]
     findings += [Finding(Reason.INTERNAL_ERROR, tier, detail=text) for text in session.internal_errors]
     findings += [Finding(Reason.LEFTOVER, tier, who) for who in exit.leftovers]
+    findings += [Finding(Reason.WORKER_LOST, tier, worker, why) for worker, why in session.lost]
     if exit.expired:
         return [*findings, Finding(Reason.DEADLINE, tier, detail=f"after {exit.seconds:.0f} s")]
     if exit.code is not None and exit.code < 0:
@@ -269,15 +270,14 @@ def measurement(session: Session | None, facts: Facts, baseline: performance.Mea
 def imports(session: Session, facts: Facts) -> list[Finding]:
     """Whether the session imported what is judged, file by file, and the torch on record."""
     tier, findings = session.tier, []
-    if session.torch is not None and session.torch != facts.software.torch:
-        detail = f"session {session.torch}, on record {facts.software.torch}"
-        findings.append(Finding(Reason.WRONG_TORCH, tier, detail=detail))
+    for torch in sorted(session.torch - {facts.software.torch}):
+        findings.append(Finding(Reason.WRONG_TORCH, tier, detail=f"session {torch}, on record {facts.software.torch}"))
     judged = set(facts.package)
     if facts.wheel is not None:
         judged |= {f"{facts.wheel.site}/{name}" for name in facts.wheel.files}
     if not judged:
         return findings
-    strange = [f"{name} from {path}" for name, path in session.modules.items() if path not in judged | {"None"}]
+    strange = [f"{name} from {path}" for name, path in sorted(session.modules) if path not in judged | {"None"}]
     findings += [Finding(Reason.IMPORT_SHADOWED, tier, detail=where) for where in strange[:3]]
     if not session.modules and session.status is not None:
         findings.append(Finding(Reason.IMPORT_UNPROVEN, tier))

@@ -136,7 +136,7 @@ def test_an_exit_status_needs_a_cause(release):
 
 def test_a_module_from_elsewhere(release):
     """One module of the package that is no file of the judged wheel is a shadowed import; a namespace has no file."""
-    modules = {**release.record[0].modules, "imaginary.a": "/elsewhere/a.py", "imaginary.n": "None"}
+    modules = release.record[0].modules | {("imaginary.a", "/elsewhere/a.py"), ("imaginary.n", "None")}
     assert said(with_session(release, "cpu", modules=modules)) == [Reason.IMPORT_SHADOWED]
 
 

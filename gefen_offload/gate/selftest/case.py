@@ -102,6 +102,7 @@ class Suite:
     timeout: float = TIMEOUT
     package: str | None = None
     grace: float = 1.0
+    workers: int = 1
 
     def lay(self, folder: Path) -> None:
         """Write the files; a conftest of theirs follows the common one."""
@@ -112,10 +113,11 @@ class Suite:
         (folder / "conftest.py").write_text(dedent(CONFTEST) + dedent(self.files.get("conftest.py", "")))
 
     def session(self, folder: Path) -> Session:
-        """Run it in a pytest of its own, with the gate's recorder and no other plugin."""
+        """Run it in a pytest of its own, with the gate's recorder and no other plugin but pytest-xdist for workers."""
         suite = folder / "suite"
         self.lay(suite)
-        arguments = ("-q", "-m", self.tier, "-p", "no:cacheprovider", "--rootdir", str(suite), str(suite))
+        spread = ("-p", "xdist.plugin", *session.spread(self.workers)) if self.workers > 1 else ()
+        arguments = ("-q", "-m", self.tier, "-p", "no:cacheprovider", *spread, "--rootdir", str(suite), str(suite))
         plan = session.Plan(
             self.tier,
             sys.executable,

@@ -53,8 +53,8 @@ def session(tier: str, module: str, **noted: Any) -> Session:
         started=(id,),
         phases=tuple(Phase(id, when, "passed") for when in ("setup", "call", "teardown")),
         properties={id: tuple(entries)},
-        modules={"imaginary": module},
-        torch=SOFTWARE.torch,
+        modules=frozenset({("imaginary", module)}),
+        torch=frozenset({SOFTWARE.torch or ""}),
         status=0,
     )
 

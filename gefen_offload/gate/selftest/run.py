@@ -1,7 +1,9 @@
-"""Runs the cases: two at a time, one line each."""
+"""Runs the cases: some at a time, one line each."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,16 +13,17 @@ from pathlib import Path
 import pytest
 
 from gefen_offload.gate.reason import Reason
-from gefen_offload.gate.selftest import collection, endings, evidence, outcomes
+from gefen_offload.gate.selftest import collection, endings, evidence, outcomes, parallel
 from gefen_offload.gate.selftest.case import Case
 
-PARALLEL = 2
+PARALLEL = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 def cases() -> list[Case]:
-    """All cases that this pytest can run."""
+    """All cases that this pytest, with its plugins, can run."""
     newer = [outcomes.SUBTESTS] if int(pytest.__version__.split(".")[0]) >= 9 else []
-    return [*outcomes.CASES, *newer, *endings.CASES, *collection.CASES, *evidence.CASES]
+    workers = parallel.CASES if importlib.util.find_spec("xdist") else []
+    return [*outcomes.CASES, *newer, *endings.CASES, *collection.CASES, *workers, *evidence.CASES]
 
 
 def covered(chosen: Sequence[Case]) -> set[Reason]:
@@ -39,7 +42,11 @@ def results(only: str = "") -> list[tuple[Case, str]]:
     with tempfile.TemporaryDirectory(prefix="gefen-offload-selftest-") as scratch:
         folders = [Path(scratch) / f"case-{number}" for number in range(len(chosen))]
         with ThreadPoolExecutor(PARALLEL) as pool:
-            complaints = list(pool.map(lambda pair: checked(*pair), zip(chosen, folders, strict=True)))
+            try:
+                complaints = list(pool.map(lambda pair: checked(*pair), zip(chosen, folders, strict=True)))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # whoever interrupts waits for the running cases only
+                raise
     return list(zip(chosen, complaints, strict=True))
 
 

@@ -1,65 +1,84 @@
-"""What offload saw when it last looked at the optimizer, so that a change behind its back costs little to notice."""
+"""What an optimizer's state was when it was last looked at, so that a change behind its back costs little to notice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Anchor:
-    """One parameter, its type, its state and the state's tensors, by identity and address."""
-
-    parameter: Tensor
-    kind: type
-    state: dict[str, Any] | None
-    size: int
-    tensors: tuple[tuple[str, Tensor, int], ...]
-
-    def holds(self, parameter: Tensor, state: Mapping[Tensor, Any]) -> bool:
-        """Whether nothing of it was replaced."""
-        entry = state.get(parameter)
-        if parameter is not self.parameter or type(parameter) is not self.kind or entry is not self.state:
-            return False
-        if entry is None:
-            return True
-        if len(entry) != self.size:
-            return False
-        return all(entry.get(name) is tensor and tensor.data_ptr() == address for name, tensor, address in self.tensors)
+def same(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether both hold the same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """Every parameter of every group."""
+    """Every parameter of every group, its type, its state and the state's tensors, by identity and address.
 
-    groups: tuple[tuple[Anchor, ...], ...]
+    [Note: cost] They are compared on every step, so each question is put to all parameters in one go.
+    """
+
+    lengths: list[int]
+    parameters: list[Tensor]
+    kinds: list[type]
+    entries: list[dict[str, Any] | None]
+    sizes: list[int]
+    owners: list[dict[str, Any]]  # of `tensors`, with their `names`
+    names: list[str]
+    tensors: list[Tensor]
+    addresses: list[int]
 
     def hold(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any], usable: Callable[[Tensor], bool]
     ) -> bool:
         """Whether groups and state are those seen then, and every parameter is still `usable`. O(parameters)."""
-        if len(groups) != len(self.groups):
-            return False
-        for group, anchors in zip(groups, self.groups, strict=True):
-            parameters = group["params"]
-            if len(parameters) != len(anchors) or group.get("capturable"):
-                return False
-            for parameter, anchor in zip(parameters, anchors, strict=True):
-                if not (anchor.holds(parameter, state) and usable(parameter)):
-                    return False
-        return True
+        return (
+            [len(group["params"]) for group in groups] == self.lengths
+            and not any(group.get("capturable") for group in groups)
+            and self.holds([parameter for group in groups for parameter in group["params"]], state)
+            and all(map(usable, self.parameters))
+        )
+
+    def holds(self, parameters: Sequence[Tensor], state: Mapping[Tensor, Any]) -> bool:
+        """Whether these are the parameters, and neither their state nor its tensors were replaced or moved."""
+        return (
+            same(parameters, self.parameters)
+            and same(list(map(type, parameters)), self.kinds)
+            and same(list(map(state.get, parameters)), self.entries)
+            and [len(entry) for entry in self.entries if entry is not None] == self.sizes
+            and same([entry.get(name) for entry, name in zip(self.owners, self.names, strict=True)], self.tensors)
+            and addresses(self.tensors) == self.addresses
+        )
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Where they lie."""
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def anchor(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> Anchors:
     """What there is now."""
-    return Anchors(tuple(tuple(_anchor(p, state.get(p)) for p in group["params"]) for group in groups))
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return anchor_of([len(group["params"]) for group in groups], parameters, state)
 
 
-def _anchor(parameter: Tensor, entry: Any) -> Anchor:
-    if not isinstance(entry, dict):
-        return Anchor(parameter, type(parameter), None, 0, ())
-    tensors = tuple((name, value, value.data_ptr()) for name, value in entry.items() if isinstance(value, Tensor))
-    return Anchor(parameter, type(parameter), entry, len(entry), tensors)
+def anchor_of(lengths: list[int], parameters: list[Tensor], state: Mapping[Tensor, Any]) -> Anchors:
+    """As `anchor`, for groups of these lengths."""
+    entries = [entry if isinstance(entry, dict) else None for entry in map(state.get, parameters)]
+    there = [entry for entry in entries if entry is not None]
+    held = [(entry, name, value) for entry in there for name, value in entry.items() if isinstance(value, Tensor)]
+    return Anchors(
+        lengths,
+        parameters,
+        list(map(type, parameters)),
+        entries,
+        [len(entry) for entry in there],
+        [entry for entry, _, _ in held],
+        [name for _, name, _ in held],
+        [tensor for _, _, tensor in held],
+        addresses(tensor for _, _, tensor in held),
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +49,7 @@ class BoundWindow:
     tensors: tuple[dict[str, Tensor], ...]
     inward: tuple[Pair, ...]
     outward: tuple[Pair, ...]
+    states: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class BoundPlan:
     cuts: tuple[CutPiece, ...] | None
     bytes_in: int
     bytes_out: int
+
+    @cached_property
+    def last_names(self) -> str:
+        """The parameters near the end of the step, for a message."""
+        return names_of(window.states[0] for window in self.windows[-SLOTS:])
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,8 @@ class Survey:
         )
         inward = tuple((_staged(run, staging, slot), self._host(run)) for run in window.inward)
         outward = tuple((self._host(run), _staged(run, staging, slot)) for run in window.outward)
-        return BoundWindow(window.first, window.last, tensors, inward, outward)
+        states = tuple(piece.work.state for piece in pieces)
+        return BoundWindow(window.first, window.last, tensors, inward, outward, states)
 
     def _view(self, entry: _Entry, spot: Spot, staging: Staging, slot: int) -> Tensor:
         shape = entry.tensor.shape
@@ -183,6 +191,12 @@ def _entries(state: dict[str, Any], schema: StateSchema, store: HostStore) -> It
         if place is None:
             raise moved(state.get("name"), entry.name, tensor)
         yield _Entry(entry.name, tensor, place, entry.cut is Cut.WHOLE)
+
+
+def names_of(states: Iterable[Mapping[str, Any]]) -> str:
+    """The first few parameters with these states, for a message."""
+    names = list(dict.fromkeys(str(state.get("name", "an unnamed parameter")) for state in states))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def moved(parameter: object, entry: str, tensor: Tensor) -> OffloadUnsupportedError:

@@ -91,9 +91,13 @@ class CudaAccelerator:
 
     def copy(self, pairs: Sequence[Pair], stream: Stream) -> None:
         """Queue asynchronous copies on `stream`."""
-        with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+        before = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(cast(torch.cuda.Stream, stream))  # a context manager would look up the device as well
+        try:
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(before)
 
 
 def _unregister(device: torch.device, address: int) -> None:

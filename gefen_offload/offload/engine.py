@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from gefen_offload.offload.accelerator import Accelerator, Event, Stream
-from gefen_offload.offload.binding import BoundPlan, BoundWindow, Staging, Survey, recut
-from gefen_offload.offload.pieces import Piece, Staged, Update
+from gefen_offload.offload.binding import BoundPlan, BoundWindow, Staging, Survey, names_of, recut
+from gefen_offload.offload.pieces import Launch, Piece, Prepare, Staged
 from gefen_offload.offload.schema import StateSchema
 from gefen_offload.offload.slab import HostStore
 from gefen_offload.offload.windows import SLOTS, cut_to_fit, plan
@@ -121,29 +121,38 @@ class Engine:
 
     # --- one step ---
 
-    def run(self, pieces: Sequence[Piece], update: Update, *, divisible: bool, wait: bool) -> None:
-        """Stream every piece through `update`; with `wait`, return when the host state is complete.
+    def prepare(self, pieces: Sequence[Piece], prepare: Prepare, *, divisible: bool) -> tuple[BoundPlan, Launch]:
+        """The windows of a step over these pieces, and what steps each of them. Nothing has changed yet."""
+        try:
+            bound = self._bound(pieces, divisible)
+            pieces = recut(pieces, bound.cuts)
+            staged = [list(map(Staged, pieces[window.first : window.last], window.tensors)) for window in bound.windows]
+            return bound, prepare(staged)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def run(self, bound: BoundPlan, launch: Launch, *, wait: bool) -> None:
+        """Stream every window through `launch`; with `wait`, return when the host state is complete.
 
         Raises StepError once a parameter may have changed, and before that whatever went wrong.
         """
         mutated, window = False, None
         try:
-            bound = self._bound(pieces, divisible)
-            pieces = recut(pieces, bound.cuts)
+            self._first_in_line(bound)
             with self.accelerator.scope():
                 current = self.accelerator.current_stream()
                 self._copy_first_in(bound)
                 for index, window in enumerate(bound.windows):
                     slot = self._slots[index % SLOTS]
                     current.wait_event(slot.arrived)
-                    staged = list(map(Staged, pieces[window.first : window.last], window.tensors))
                     mutated = True
-                    update(staged)
+                    launch(index)
                     current.record_event(slot.updated)
                     self._copy_out(slot, window)
                     if index + SLOTS < len(bound.windows):
                         self._copy_in(index + SLOTS, bound.windows[index + SLOTS])
-                self._finish(bound, pieces)
+                self._finish(bound)
             if wait:
                 self.settle()
         except StepError:
@@ -154,7 +163,7 @@ class Engine:
                 self.abandon()
             finally:  # a second interruption must not hide that parameters have changed
                 if mutated and window is not None:
-                    raise StepError(cause, _names(pieces[window.first : window.last])) from cause
+                    raise StepError(cause, names_of(window.states)) from cause
             raise
 
     def prefetch(self, parameters: Iterable[Tensor]) -> None:
@@ -216,11 +225,11 @@ class Engine:
         self.accelerator.copy(window.outward, self._outward)
         self._outward.record_event(slot.left)
 
-    def _finish(self, bound: BoundPlan, pieces: Sequence[Piece]) -> None:
+    def _finish(self, bound: BoundPlan) -> None:
         self._inward.record_event(self._clock.inward[1])
         self._outward.record_event(self._clock.outward[1])
         self._clock.running = True
-        self._pending = _names(pieces[window.first] for window in bound.windows[-SLOTS:])
+        self._pending = bound.last_names
         self.traffic.bytes_in += bound.bytes_in
         self.traffic.bytes_out += bound.bytes_out
         self.traffic.windows += len(bound.windows)
@@ -269,12 +278,19 @@ class Engine:
         self.cancel_prefetch()
         self._plans.clear()
 
+    def holds(self, bound: BoundPlan) -> bool:
+        """Whether the plan still stands."""
+        return any(known is bound for _, known in self._plans)
+
+    def _first_in_line(self, bound: BoundPlan) -> None:
+        """The next step is likely to be one over the same parameters."""
+        if self._plans and self._plans[0][1] is not bound:
+            self._plans.sort(key=lambda plan: plan[1] is not bound)
+
     def _bound(self, pieces: Sequence[Piece], divisible: bool) -> BoundPlan:
         key = (divisible, tuple([(id(piece.work.parameter), piece.first, piece.last) for piece in pieces]))
-        for index, (known, bound) in enumerate(self._plans):
+        for known, bound in self._plans:
             if known == key:
-                if index:
-                    self._plans.insert(0, self._plans.pop(index))
                 return bound
         bound = self._bind(pieces, divisible)
         self._plans = [(key, bound), *self._plans[: PLANS_KEPT - 1]]
@@ -292,9 +308,3 @@ def _drain(*streams: Stream) -> None:
     for stream in streams:
         with contextlib.suppress(Exception):
             stream.synchronize()
-
-
-def _names(pieces: Iterable[Piece]) -> str:
-    """The first few parameters of these pieces, for a message."""
-    names = list(dict.fromkeys(str(piece.work.state.get("name", "an unnamed parameter")) for piece in pieces))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gefen_offload.offload import refusals, resident, transitions
 from gefen_offload.offload.errors import OffloadCopyError, OffloadPoisonedError
-from gefen_offload.offload.pieces import Piece, Shapes, Update
+from gefen_offload.offload.pieces import Again, Piece, Prepare, Shapes
 from gefen_offload.offload.policy import OffloadPolicy
 from gefen_offload.offload.refusals import Owned, Subject
 from gefen_offload.offload.replicas import Agreement, agreement, fingerprint, ranks_of
@@ -138,6 +138,9 @@ class StateOffloadMixin:
     def _set_shared_tensors(self, tensors: dict[str, Tensor]) -> None:
         raise NotImplementedError
 
+    def _state_replaced(self) -> None:
+        """State tensors have been replaced: let go of everything that was prepared for the old ones."""
+
     # --- what the host class calls ---
 
     def _before_step(self) -> None:
@@ -158,17 +161,17 @@ class StateOffloadMixin:
         if self._offload is not None:
             refusals.refuse_compiling()
 
-    def _run_update(self, pieces: Sequence[Piece], update: Update, *, divisible: bool = False) -> None:
-        """Hand `update` every piece with its state tensors beside the parameter; they are written back afterwards.
+    def _run_update(self, pieces: Sequence[Piece], prepare: Prepare, *, divisible: bool = False) -> Again:
+        """Step every piece with its state tensors beside the parameter; they are written back afterwards.
 
-        `divisible` says that the update's result does not depend on how a parameter is cut, as with fused kernels: then
-        pieces may cover whole parameters, and are cut to fit the windows.
+        `prepare` is told where they will be, window by window, and returns what launches a window's update. What is
+        returned runs the same update again. `divisible` says that the update's result does not depend on how a
+        parameter is cut, as with fused kernels: then pieces may cover whole parameters, and are cut to fit the windows.
         """
         held = self._offload
         if isinstance(held, Session):
-            held.run(self, pieces, update, divisible=divisible)
-        else:
-            resident.run(pieces, update, self._schema())
+            return held.run(self, pieces, prepare, divisible=divisible)
+        return resident.run(pieces, prepare, self._schema())
 
     def _allocate_state(self, requests: Sequence[tuple[Tensor, Shapes]]) -> list[dict[str, Tensor]]:
         """Zero-filled state tensors for each (parameter, shapes and dtypes by name), where the authority lives."""
@@ -198,6 +201,7 @@ class StateOffloadMixin:
             held.anchor(self)
         else:
             self._offload = None
+        self._state_replaced()
 
     def _guard_read(self) -> None:
         """Before state is read: raise if it is poisoned, wait for what is still being written back."""

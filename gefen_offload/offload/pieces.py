@@ -37,5 +37,22 @@ class Staged(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-Update = Callable[[Sequence[Any]], None]
+Launch = Callable[[int], None]
+"""Steps the pieces of a window, by its number, on the current stream; the windows of a step in order, from 0."""
+
+Prepare = Callable[[Sequence[Sequence[Any]]], Launch]
+"""Gets the staged pieces of every window before any of them is there, and returns what will step them."""
+
+
+class Again(Protocol):
+    """A step that has been run, to be run again on the same tensors with what its `Launch` was told in between."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether the memory it was prepared for still is the state's."""
+
+    def __call__(self) -> None:
+        """Run it."""
+
+
 Shapes = dict[str, tuple[tuple[int, ...], Any]]

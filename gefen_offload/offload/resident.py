@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gefen_offload.offload.pieces import Piece, Shapes, Staged, Update
+from gefen_offload.offload.pieces import Launch, Piece, Prepare, Shapes, Staged
 from gefen_offload.offload.schema import Cut, StateSchema
 
 
-def run(pieces: Sequence[Piece], update: Update, schema: StateSchema) -> None:
-    """Update the live tensors, all pieces in one call."""
+@dataclass(frozen=True)
+class ResidentAgain:
+    """A step on the live tensors."""
+
+    launch: Launch
+    valid: bool = True
+
+    def __call__(self) -> None:
+        """Run it."""
+        self.launch(0)
+
+
+def run(pieces: Sequence[Piece], prepare: Prepare, schema: StateSchema) -> ResidentAgain:
+    """Update the live tensors, in one window."""
     names = [(entry.name, entry.cut is Cut.BLOCKS) for entry in schema.tensors]
-    update([Staged(piece, _views(piece, names)) for piece in pieces])
+    again = ResidentAgain(prepare([[Staged(piece, _views(piece, names)) for piece in pieces]]))
+    again()
+    return again
 
 
 def _views(piece: Piece, names: Sequence[tuple[str, bool]]) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -11,10 +12,10 @@ from torch import Tensor
 from gefen_offload.offload import refusals
 from gefen_offload.offload.accelerator import Accelerator
 from gefen_offload.offload.anchors import Anchors, anchor
-from gefen_offload.offload.binding import moved
+from gefen_offload.offload.binding import BoundPlan, moved
 from gefen_offload.offload.engine import Engine, StepError
 from gefen_offload.offload.errors import OffloadPoisonedError
-from gefen_offload.offload.pieces import Piece, Shapes, Update
+from gefen_offload.offload.pieces import Again, Launch, Piece, Prepare, Shapes
 from gefen_offload.offload.policy import OffloadPolicy
 from gefen_offload.offload.refusals import Subject
 from gefen_offload.offload.replicas import Ranks
@@ -79,9 +80,10 @@ class Session:
         self.settle()
         if self.accelerator.is_capturing():
             refusals.refuse_graphs(host._subject(), self.accelerator)
-        if not self.anchors.hold(host.param_groups, host.state, self.accelerator.is_compute):
-            self.scan(host)
         self.engine.prefetch(p for group in host.param_groups for p in group["params"] if p.numel())
+        if not self.anchors.hold(host.param_groups, host.state, self.accelerator.is_compute):
+            self.engine.cancel_prefetch()
+            self.scan(host)
         self.steps_begun += 1
 
     def scan(self, host: Host) -> None:
@@ -100,15 +102,22 @@ class Session:
         self.allocated = False
         self.engine.forget_plans()
 
-    def run(self, host: Host, pieces: Sequence[Piece], update: Update, *, divisible: bool) -> None:
+    def run(self, host: Host, pieces: Sequence[Piece], prepare: Prepare, *, divisible: bool) -> Again:
         """One streamed step. Raises OffloadPoisonedError, and poisons, if it fails after the first mutation."""
         if self.allocated:
             self.anchor(host)
-        try:
+        with self._poisoning():
             for piece in pieces:
                 if piece.first == 0:
                     self._check_compute(piece)
-            self.engine.run(pieces, update, divisible=divisible, wait=not self.policy.deferred)
+            bound, launch = self.engine.prepare(pieces, prepare, divisible=divisible)
+            self.engine.run(bound, launch, wait=not self.policy.deferred)
+        return _StreamedAgain(self, bound, launch)
+
+    @contextmanager
+    def _poisoning(self) -> Iterator[None]:
+        try:
+            yield
         except StepError as error:
             self.steps_failed += 1
             self._fail(error)
@@ -155,6 +164,26 @@ class Session:
     def place(self, states: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Copies of a checkpoint's tensors on the host, in one slab."""
         return stage_on_host(states, self.accelerator, self.store)
+
+
+@dataclass(frozen=True)
+class _StreamedAgain:
+    """A streamed step, on the windows it was bound to."""
+
+    session: Session
+    bound: BoundPlan
+    launch: Launch
+
+    @property
+    def valid(self) -> bool:
+        """Whether the engine still has these windows."""
+        return not self.session.allocated and self.session.engine.holds(self.bound)
+
+    def __call__(self) -> None:
+        """Run it."""
+        session = self.session
+        with session._poisoning():
+            session.engine.run(self.bound, self.launch, wait=not session.policy.deferred)
 
 
 def _declared(subject: Subject, parameter: Tensor) -> list[tuple[str, Tensor]]:

@@ -33,6 +33,7 @@ class Optimizer(Protocol):
     def _subject(self) -> Subject: ...
     def _shared_tensors(self) -> dict[str, Tensor]: ...
     def _set_shared_tensors(self, tensors: dict[str, Tensor]) -> None: ...
+    def _state_replaced(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Staged:
         if self.shared is not None:
             optimizer._set_shared_tensors(self.shared)
         vars(optimizer).update(state=self.state, _offload=self.offload)
+        optimizer._state_replaced()
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

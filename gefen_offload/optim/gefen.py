@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gefen_offload.offload.pieces import Launch
 from gefen_offload.offload.schema import Cut, StateSchema, TensorEntry
 from gefen_offload.optim import checkpoint
 from gefen_offload.optim import fused as kernels
@@ -27,9 +28,13 @@ from gefen_offload.optim.groups import (
 )
 from gefen_offload.optim.learning import Learning, PeriodRule, refuse_orphans
 from gefen_offload.optim.levels import Levels, Remap
+from gefen_offload.optim.replay import KEPT, Replay, graded_keys
 from gefen_offload.optim.shard import is_sharded, local_of
 from gefen_offload.optim.update import plain_update
 from gefen_offload.optim.work import PIECE_ELEMENTS, Piece, Scalars, StagedPiece, Work, cut
+
+if TYPE_CHECKING:
+    from gefen_offload.optim.fused.program import Program
 
 __all__ = ["Gefen", "Graded", "as_groups"]
 
@@ -161,6 +166,7 @@ class Gefen(Checkpointed):
         if not hasattr(Gefen, "_eager"):  # not on import: it loads all of dynamo, as torch's Optimizer does later too
             Gefen._eager = torch.compiler.disable(_step, reason=_EAGER)  # type: ignore[no-untyped-call]
         self._updaters: dict[torch.device, Updater] = {}
+        self._replays: list[Replay] = []
         self._learning = Learning()
 
     # --- groups ---
@@ -202,14 +208,50 @@ class Gefen(Checkpointed):
             with torch.enable_grad():
                 loss = closure()
         self._before_step()
-        graded = self._collect()
-        if graded:
-            self._prepare(graded)
-            works = self._works(graded)
-            self._run_update(self._cut(works), self._update, divisible=self._divisible(works))
-            self._count(works)
+        keys = graded_keys(self.param_groups)
+        if not self._replay(keys):
+            self._take_step(keys)
         self._global_step += 1
         return loss
+
+    def _replay(self, keys: Sequence[Tensor]) -> bool:
+        """Take the step as an earlier one over the same parameters, if there is one and it can be."""
+        if self._refresh_due():
+            return False
+        for index, replay in enumerate(self._replays):
+            if replay.matches(keys):
+                if index:
+                    self._replays.insert(0, self._replays.pop(index))
+                return replay.take(self)
+        return False
+
+    def _take_step(self, keys: list[Tensor]) -> None:
+        graded = self._collect()
+        if not graded:
+            return
+        self._prepare(graded)
+        works = self._works(graded)
+        programs: list[Program] = []
+
+        def prepare(windows: Sequence[Sequence[StagedPiece]]) -> Launch:
+            program = self._program(windows)
+            if program is None:
+                return lambda index: self._update(windows[index])
+            programs.append(program)
+            return program.launch
+
+        again = self._run_update(self._cut(works), prepare, divisible=self._divisible(works))
+        self._replays = [replay for replay in self._replays if replay.again.valid and not replay.matches(keys)]
+        if programs and self._levels.learnt and all(item.parameter is item.key for item in graded):
+            self._replays = [Replay(self, keys, works, programs[0], again), *self._replays[: KEPT - 1]]
+        self._count(works)
+
+    def _program(self, windows: Sequence[Sequence[StagedPiece]]) -> Program | None:
+        """The launches of all windows together, where one device's kernels can step every piece in place."""
+        devices = {staged.piece.work.parameter.device for window in windows for staged in window}
+        device = next(iter(devices))
+        program = getattr(self._updater_for(device), "program", None) if len(devices) == 1 else None
+        return program(windows, self._levels.on(device)) if program is not None else None
 
     def _collect(self) -> list[Graded]:
         """Every parameter with a gradient and an element, in the groups' order; changes nothing."""
@@ -411,6 +453,9 @@ class Gefen(Checkpointed):
         self._guard_read()
         table = requantise_map(self._levels.tensor, levels.tensor)
         return Remap(table, [state["m_codebook"] for state in self.state.values() if "m_codebook" in state])
+
+    def _state_replaced(self) -> None:
+        self._replays.clear()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

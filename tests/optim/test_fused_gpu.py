@@ -35,14 +35,20 @@ def step_twice(context: Any) -> dict[str, int]:
 
     cases = (Case((512, 2048), 2048, factored=True), Case((2048,), 2048), Case((96, 2048), 3 * 2**14, factored=True))
     pieces = [piece for case in cases for _ in range(20) for piece in pieces_of(case, torch.bfloat16, context.device)]
-    levels, fused = levels_on(context.device), FusedUpdate(context.device)
-    for _ in range(2):
-        fused(pieces, levels)
+    program = FusedUpdate(context.device).program([pieces], levels_on(context.device))
+    assert program is not None
+    works = {id(piece.piece.work): piece.piece.work for piece in pieces}.values()
+    addresses = [work.gradient.data_ptr() for work in works]
+    scalars = list({id(work.scalars): work.scalars for work in works}.values())
+    for _ in range(5):
+        assert program.renew(addresses, scalars)
+        program.launch(0)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held, launches = torch.cuda.memory_allocated(), Kernel.launches
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    fused(pieces, levels)
+    program.renew(addresses, scalars)
+    program.launch(0)
     torch.cuda.synchronize()
     return {
         "allocations": torch.cuda.memory_stats()["allocation.all.allocated"] - before,

@@ -12,14 +12,13 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
-from gefen_offload.optim import flat
-from gefen_offload.optim.fused.launch import Scratch
 from gefen_offload.optim.fused.plan import TILES, BlockPlan, plan_blocks, plan_factors
 from gefen_offload.optim.work import Scalars, StagedPiece, Work
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 ROW_WORDS = 20
+SCALAR_WORDS = 16  # where a row's hyper-parameters begin
 _WORDS = struct.Struct("<16q")
 _SCALARS = struct.Struct("<8f")
 
@@ -48,12 +47,21 @@ class FactorKind(NamedTuple):
     aligned: int
 
 
+class Row(NamedTuple):
+    """A row, and what of it a later step changes: a gradient's address, at `word`, and the hyper-parameters."""
+
+    content: bytes
+    work: Work
+    word: int
+    offset: int  # of the address, in the gradient, in bytes
+
+
 @dataclass
 class Group:
     """Rows of one kind, and for each of the launches that read them every row's programs."""
 
     warps: int
-    rows: list[bytes] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     programs: list[tuple[int, ...]] = field(default_factory=list)
 
 
@@ -92,31 +100,28 @@ def outline_of(parameter: torch.dtype, gradient: torch.dtype, period: int, block
 
 
 class Description:
-    """Staged pieces, described one by one. Their sums will lie in `scratch`; `outlines` are kept between steps."""
+    """Staged pieces, described one by one. Their sums take `floats` of scratch; `outlines` are kept between steps.
 
-    def __init__(self, scratch: Scratch, outlines: Outlines) -> None:
-        self.scratch = scratch
-        self.scratch.used = 0
-        self.elements = 0
+    Gradients must be contiguous.
+    """
+
+    def __init__(self, outlines: Outlines) -> None:
+        self.floats = 0
         self.steps: dict[StepKind, Group] = {}
         self.factors: dict[FactorKind, Group] = {}
         self._outlines = outlines
         self._scalars: dict[tuple[int, bool], bytes] = {}
         self._means: dict[int, int] = {}
-        self._held: list[Tensor] = []
-        self._copies: list[tuple[Tensor, int, Tensor]] = []
 
-    def add(self, staged: StagedPiece) -> None:
-        """Describe a piece: the update of its blocks and, for a matrix, the sums it needs."""
+    def add(self, staged: StagedPiece, parameter_at: int) -> None:
+        """Describe a piece with its elements at `parameter_at`: its update and, for a matrix, its sums."""
         piece, tensors = staged.piece, staged.tensors
         work, first = piece.work, piece.first
         parameter, gradient, period, factored = work.parameter, work.gradient, work.period, work.factored
         blocks, position = piece.last - first, first * period
         scalars = self._scalars.get((id(work.scalars), factored)) or self._pack(work.scalars, factored)
-        if not gradient.is_contiguous():
-            gradient = self._hold(gradient.contiguous())
-        parameter_at = self._parameter_at(parameter, position, blocks * period)
-        gradient_at = gradient.data_ptr() + position * gradient.itemsize
+        offset = position * gradient.itemsize
+        gradient_at = gradient.data_ptr() + offset
         indices_at = tensors["m_codebook"].data_ptr()
         addresses = parameter_at | gradient_at | indices_at
         if factored:
@@ -126,17 +131,16 @@ class Description:
             mean = self._means.get(id(work))
             if mean is None:
                 rows = work.blocks * period // cols
-                mean = self._add_matrix(work, gradient, (rows, cols), (moments_at, columns_at), first, scalars)
+                mean = self._add_matrix(work, (rows, cols), (moments_at, columns_at), first, scalars)
         else:
             moments_at, columns_at, cols, mean = tensors["vmean"].data_ptr(), 0, 0, 0
         key = (parameter.dtype, gradient.dtype, period, blocks, cols)
         outline = self._outlines.get(key)
         if outline is None:
             outline = self._outlines[key] = outline_of(*key)
-        scratch = self.scratch
-        partials = scratch.used
+        partials = self.floats
         results = partials + outline.partials
-        scratch.used = (results + outline.results + 3) & -4
+        self.floats = (results + outline.results + 3) & -4
         row = _WORDS.pack(
             parameter_at,
             gradient_at,
@@ -155,44 +159,33 @@ class Description:
             results,
             0,
         )
-        hyper = work.scalars
         aligned = alignment_of(period, blocks, outline.plan, addresses)
-        kind = outline.kinds[aligned, hyper.beta1 > 0.5, bool(hyper.decay != 1)]
+        near, decays = hyper_kind(work.scalars)
+        kind = outline.kinds[aligned, near, decays]
         group = self.steps.get(kind)
         if group is None:
             group = self.steps[kind] = Group(outline.plan.warps)
-        group.rows.append(row + scalars)
+        group.rows.append(Row(row + scalars, work, 1, offset))
         group.programs.append(outline.programs)
-        self.elements += blocks * period
-
-    def finish(self) -> None:
-        """Write the copies of parameters that are not contiguous back, on the current stream."""
-        for parameter, position, copy in self._copies:
-            flat.write(parameter, position, copy)
 
     def _add_matrix(
-        self,
-        work: Work,
-        gradient: Tensor,
-        shape: tuple[int, int],
-        averages: tuple[int, int],
-        first: int,
-        scalars: bytes,
+        self, work: Work, shape: tuple[int, int], averages: tuple[int, int], first: int, scalars: bytes
     ) -> int:
         """Describe a matrix's row and column averages, taken anew on its first piece; return where its mean lies."""
         rows, cols = shape
+        gradient = work.gradient
         plan = plan_factors(rows, cols)
         fresh = plan.groups if first == 0 else 0
-        mean = self._means[id(work)] = self.scratch.take(1)
+        mean = self._means[id(work)] = self._take(1)
         row = _WORDS.pack(
             *averages,
             gradient.data_ptr(),
             rows,
             cols,
             plan.strip,
-            self.scratch.take(rows * plan.groups if fresh else 0),
-            self.scratch.take(cols * plan.strips if fresh else 0),
-            self.scratch.take(-(-rows // 512)),
+            self._take(rows * plan.groups if fresh else 0),
+            self._take(cols * plan.strips if fresh else 0),
+            self._take(-(-rows // 512)),
             mean,
             fresh,
             *[0] * 5,
@@ -202,25 +195,24 @@ class Description:
         group = self.factors.get(kind)
         if group is None:
             group = self.factors[kind] = Group(plan.warps)
-        group.rows.append(row + scalars)
+        group.rows.append(Row(row + scalars, work, 2, 0))
         columns = 1 + (-(-cols // 128) if fresh else 0)
         group.programs.append((plan.strips * plan.groups if fresh else 0, -(-rows // 512), columns))
         return mean
 
-    def _parameter_at(self, parameter: Tensor, position: int, elements: int) -> int:
-        if parameter.is_contiguous():
-            return parameter.data_ptr() + position * parameter.itemsize
-        copy = flat.read(parameter, position, position + elements)
-        self._copies.append((parameter, position, copy))
-        return copy.data_ptr()
-
-    def _hold(self, tensor: Tensor) -> Tensor:
-        self._held.append(tensor)
-        return tensor
+    def _take(self, floats: int) -> int:
+        """The position of `floats` new floats of scratch, a multiple of 4."""
+        position, self.floats = self.floats, self.floats + (floats + 3) // 4 * 4
+        return position
 
     def _pack(self, scalars: Scalars, factored: bool) -> bytes:
         packed = self._scalars[id(scalars), factored] = pack_scalars(scalars, factored)
         return packed
+
+
+def hyper_kind(scalars: Scalars) -> tuple[bool, bool]:
+    """Which kernels hyper-parameters need: whether 1 - beta1 is below a half, and whether there is decay."""
+    return scalars.beta1 > 0.5, bool(scalars.decay != 1)
 
 
 def pack_scalars(scalars: Scalars, factored: bool) -> bytes:

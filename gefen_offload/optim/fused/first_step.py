@@ -51,8 +51,6 @@ class FirstStep:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._anchor = torch.empty(0, device=device)
-        self._tables = [Table(device) for _ in range(8)]
-        self._turn = 0
 
     # --- the histogram ---
 
@@ -90,7 +88,6 @@ class FirstStep:
         if kind.long:
             _segment_largest(sum(tiles), buffers, (0, starts[0]), (*shape, kind.aligned), kind.warps)
         _bin_counts(sum(groups), buffers, (0, starts[1]), (*shape, kind.long, kind.aligned, TILES), kind.warps)
-        table.release()
 
     def _upload(self, rows: Sequence[bytes], *programs: Sequence[int]) -> tuple[Table, list[int]]:
         starts = array("i")
@@ -99,10 +96,7 @@ class FirstStep:
             begins.append(len(rows) * 40 + len(starts))
             sums = list(accumulate(counts, initial=0))[:-1]
             starts.extend(sums + [_NEVER] * (PIECES - len(sums)))
-        table = self._tables[self._turn]
-        self._turn = (self._turn + 1) % len(self._tables)
-        table.upload(b"".join(rows) + starts.tobytes())
-        return table, begins
+        return Table(self._device, b"".join(rows), starts.tobytes()), begins
 
     # --- the period ---
 
@@ -170,7 +164,6 @@ class FirstStep:
         dtype = tl.float64 if source.dtype is torch.float64 else DTYPES[source.dtype]
         constants = (dtype, width, blocks, levels, keep, aligned)
         _pair_sums(programs, (*table.buffers, sums), (0, starts[0]), constants, 8)
-        table.release()
         return means, sums.sum(0)
 
 

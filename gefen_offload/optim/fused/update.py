@@ -1,193 +1,113 @@
-"""The fused update: staged pieces are described in a table, and a few launches step them all.
-
-[Note: order] What a launch computes for a piece depends on the piece's parameter, not on its neighbours, nor on where
-its parameter was cut. So a resident step in few launches and an offloaded one, window by window, agree to the bit.
-"""
+"""The fused update on one device: what all of its programs share, and steps that no program is kept for."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gefen_offload.optim.fused import factors, kernels, plan
-from gefen_offload.optim.fused.describe import DTYPES, ROW_WORDS, Description, FactorKind, Group, Outlines, StepKind
-from gefen_offload.optim.fused.launch import Kernel, Scratch, Table
+from gefen_offload.optim import flat
+from gefen_offload.optim.fused.describe import DTYPES
+from gefen_offload.optim.fused.launch import Scratch
+from gefen_offload.optim.fused.program import Placed, Program, Shared
 from gefen_offload.optim.fused.tables import LevelTables, build_tables
 from gefen_offload.optim.update import plain_update
-from gefen_offload.optim.work import StagedPiece
+from gefen_offload.optim.work import Piece, StagedPiece, Work
 
-PIECES = 256  # of one launch
-SCRATCH_FLOATS = 2**23  # what has been described is launched before its sums take much more than this
-FIRST_FLUSH = 2**26  # elements described before the first launches; doubled each time: the device starts early
-TABLES = 8  # calls that may be under way at once
-
-_NEVERS = array("i", [0x7FFFFFFF] * PIECES)
-
-_square_partials = Kernel(factors.square_partials, 80)
-_finish_rows = Kernel(factors.finish_rows, 80)
-_finish_columns = Kernel(factors.finish_columns, 80)
-_step_single = Kernel(kernels.step_single, 64)
-_step_short = {True: Kernel(kernels.step_short, 56), False: Kernel(kernels.step_short, 64)}  # factored or not
-_long_partials = Kernel(kernels.long_partials, 64)
-_long_blocks = Kernel(kernels.long_blocks, 64)
-_step_long = Kernel(kernels.step_long, 64)
+COPIED = 2**24  # elements of parameters that are not contiguous, copied at once
 
 
 class FusedUpdate:
-    """Steps staged pieces on one device with the fused kernels. Tables and scratch are kept from call to call."""
+    """Steps staged pieces on one device with the fused kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
-        self._tables = [Table(device) for _ in range(TABLES)]
-        self._turn = 0
-        self._scratch = Scratch(device, 2**18)
-        self._outlines: Outlines = {}
+        self._shared = Shared(Scratch(device, 2**18))
         self._levels: Tensor | None = None
         self._level_tables: LevelTables | None = None
-        self._stream = 0
-        self._done: Any = None
+
+    def program(self, windows: Sequence[Sequence[StagedPiece]], levels: Tensor) -> Program | None:
+        """The launches that step every window; None where some piece cannot be stepped by kernels in place.
+
+        `levels` is the codebook, float32 (256,), on this device.
+        """
+        if not all(_in_place(piece) for window in windows for piece in window):
+            return None
+        return self._program([[(piece, _address(piece)) for piece in window] for window in windows], levels)
 
     def __call__(self, staged: Sequence[StagedPiece], levels: Tensor) -> None:
-        """Step every piece, on the current stream; `levels` is the codebook, float32 (256,), on this device.
+        """Step every piece, on the current stream.
 
         Pieces whose dtypes the kernels do not have (float64) take the plain path. A parameter that is not contiguous is
         stepped in a copy of the piece.
         """
-        if not self._cuda:
-            self._step(staged, levels)
-            return
-        with torch.cuda.device(self._device):
-            self._follow()
-            self._step(staged, levels)
-
-    def _step(self, staged: Sequence[StagedPiece], levels: Tensor) -> None:
-        if levels is not self._levels or self._level_tables is None:
-            self._levels, self._level_tables = levels, build_tables(levels)
-        plain = []
-        limit = FIRST_FLUSH
-        description = Description(self._scratch, self._outlines)
-        for piece in staged:
-            work = piece.piece.work
-            if work.parameter.dtype not in DTYPES or work.gradient.dtype not in DTYPES:
-                plain.append(piece)
-                continue
-            description.add(piece)
-            if description.elements >= limit or self._scratch.used >= SCRATCH_FLOATS:
-                self._launch(description, self._level_tables)
-                description = Description(self._scratch, self._outlines)
-                limit *= 2
-        self._launch(description, self._level_tables)
+        plain = [piece for piece in staged if not _has_kernels(piece)]
+        ready = [piece for piece in staged if _in_place(piece)]
+        if ready:
+            self._program([[(piece, _address(piece)) for piece in ready]], levels).launch(0)
+        for some in _batches([piece for piece in staged if _has_kernels(piece) and not _in_place(piece)]):
+            self._step_copies(some, levels)
         if plain:
             plain_update(plain, levels)
 
-    def _follow(self) -> None:
-        """Order this call after the last one, whose scratch it reuses, where that ran on another stream."""
-        stream = torch.cuda.current_stream()
-        if self._done is not None and stream.cuda_stream != self._stream:
-            stream.wait_event(self._done)
-        self._stream = stream.cuda_stream
-
-    # --- launching ---
-
-    def _launch(self, description: Description, levels: LevelTables) -> None:
-        if not description.elements:
-            return
-        self._scratch.fit()
-        table = self._tables[self._turn]
-        self._turn = (self._turn + 1) % TABLES
-        launches = _Launches()
-        for matrices in description.factors.items():
-            launches.add(*matrices)
-        for pieces in description.steps.items():
-            launches.add(*pieces)
-        content = launches.content()
-        for each in self._tables:  # all grow at once: one warm step, and no later one allocates
-            each.reserve(len(content))
-        table.upload(content)
-        for kind, numbers, programs, warps in launches.calls():
-            if isinstance(kind, FactorKind):
-                self._average(kind, table, numbers, programs, warps)
-            else:
-                self._update(kind, table, numbers, programs, warps, levels)
-        table.release()
-        self._done = table.event
-        description.finish()
-
-    def _average(
-        self, kind: FactorKind, table: Table, numbers: list[tuple[int, int]], programs: list[int], warps: int
-    ) -> None:
-        buffers = (*table.buffers, self._scratch.tensor)
-        if programs[0]:
-            constants = (DTYPES[kind.gradient], kind.height, kind.width, kind.aligned)
-            _square_partials(programs[0], buffers, numbers[0], constants, warps)
-        _finish_rows(programs[1], buffers, numbers[1], (), 4)
-        _finish_columns(programs[2], buffers, numbers[2], (), 4)
-
-    def _update(
-        self,
-        kind: StepKind,
-        table: Table,
-        numbers: list[tuple[int, int]],
-        programs: list[int],
-        warps: int,
-        levels: LevelTables,
-    ) -> None:
-        buffers = (
-            *table.buffers,
-            levels.levels[kind.gradient],
-            levels.cells,
-            self._scratch.tensor,
-        )
-        gradient = DTYPES[kind.gradient]
-        both = (DTYPES[kind.parameter], gradient)
-        shape = (kind.width, kind.blocks, kind.moment)
-        look = (kind.aligned, levels.steps, kind.near, kind.decays, plan.TILES)
-        if kind.width == 1:
-            constants = (*both, kind.blocks, min(kind.moment, 1), *look)
-            _step_single(programs[0], buffers, numbers[0], constants, warps)
-        elif not kind.long:
-            _step_short[kind.moment != 0](programs[0], buffers, numbers[0], (*both, *shape, kind.exact, *look), warps)
-        else:
-            part = (gradient, *shape, kind.exact, kind.aligned, kind.near, plan.TILES)
-            _long_partials(programs[0], buffers, numbers[0], part, warps)
-            _long_blocks(programs[1], buffers, numbers[1], (gradient, kind.moment, 1024), 4)
-            _step_long(programs[0], buffers, numbers[0], (*both, *shape, kind.exact, *look), warps)
-
-
-class _Launches:
-    """The content of one table: all rows, then for each launch the first program of each of its pieces."""
-
-    def __init__(self) -> None:
-        self._rows: list[bytes] = []
-        self._starts = array("i")
-        self._calls: list[tuple[StepKind | FactorKind, int, list[int], list[int], int]] = []
-
-    def add(self, kind: StepKind | FactorKind, group: Group) -> None:
-        for first in range(0, len(group.rows), PIECES):
-            rows, programs = group.rows[first : first + PIECES], group.programs[first : first + PIECES]
-            begins, totals = [], []
-            for counts in zip(*programs, strict=True):
-                begins.append(len(self._starts))
-                sums = list(accumulate(counts, initial=0))
-                totals.append(sums.pop())
-                self._starts.extend(sums)
-                self._starts.extend(_NEVERS[len(sums) :])
-            self._calls.append((kind, len(self._rows), begins, totals, group.warps))
-            self._rows += rows
-
-    def content(self) -> bytes:
-        return b"".join(self._rows) + self._starts.tobytes()
-
-    def calls(self) -> list[tuple[StepKind | FactorKind, list[tuple[int, int]], list[int], int]]:
-        """For each group of pieces: its kind, the (row, start) of each of its launches, their programs, the warps."""
-        base = 2 * ROW_WORDS * len(self._rows)
-        return [
-            (kind, [(row, base + begin) for begin in begins], totals, warps)
-            for kind, row, begins, totals, warps in self._calls
+    def _step_copies(self, staged: Sequence[StagedPiece], levels: Tensor) -> None:
+        works = {id(piece.piece.work): _tight(piece.piece.work) for piece in staged}
+        copies = [flat.read(piece.piece.work.parameter, *_extent(piece.piece)) for piece in staged]
+        tight = [
+            (StagedPiece(replace(each.piece, work=works[id(each.piece.work)]), each.tensors), copy.data_ptr())
+            for each, copy in zip(staged, copies, strict=True)
         ]
+        self._program([tight], levels).launch(0)
+        for each, copy in zip(staged, copies, strict=True):
+            flat.write(each.piece.work.parameter, _extent(each.piece)[0], copy)
+
+    def _program(self, windows: Sequence[Sequence[Placed]], levels: Tensor) -> Program:
+        with torch.cuda.device(self._device) if self._cuda else contextlib.nullcontext():
+            return Program(self._device, windows, self._tables_of(levels), self._shared)
+
+    def _tables_of(self, levels: Tensor) -> LevelTables:
+        if levels is not self._levels or self._level_tables is None:
+            self._levels, self._level_tables = levels, build_tables(levels)
+        return self._level_tables
+
+
+def _has_kernels(staged: StagedPiece) -> bool:
+    work = staged.piece.work
+    return work.parameter.dtype in DTYPES and work.gradient.dtype in DTYPES
+
+
+def _in_place(staged: StagedPiece) -> bool:
+    work = staged.piece.work
+    return _has_kernels(staged) and work.parameter.is_contiguous() and work.gradient.is_contiguous()
+
+
+def _extent(piece: Piece) -> tuple[int, int]:
+    """The piece's elements."""
+    return piece.first * piece.work.period, piece.last * piece.work.period
+
+
+def _address(staged: StagedPiece) -> int:
+    parameter = staged.piece.work.parameter
+    return parameter.data_ptr() + _extent(staged.piece)[0] * parameter.itemsize
+
+
+def _tight(work: Work) -> Work:
+    return work if work.gradient.is_contiguous() else replace(work, gradient=work.gradient.contiguous())
+
+
+def _batches(staged: Sequence[StagedPiece]) -> Iterator[list[StagedPiece]]:
+    """Pieces of about `COPIED` elements together."""
+    batch: list[StagedPiece] = []
+    elements = 0
+    for piece in staged:
+        batch.append(piece)
+        elements += (piece.piece.last - piece.piece.first) * piece.piece.work.period
+        if elements >= COPIED:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch

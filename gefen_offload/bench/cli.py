@@ -21,7 +21,7 @@ from gefen_offload.bench.results import Entry, Results
 from gefen_offload.bench.runner import MIB, Plan, run
 from gefen_offload.bench.workloads import SIZES, NetworkShape
 
-SECTIONS = ("A", "B", "sizes", "tensors", "staging")
+SECTIONS = ("together", "A", "B", "sizes", "tensors", "staging")
 NO_GPU = 2
 
 
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="only optimizers whose name has this"
     )
+    parser.add_argument("--world", type=int, default=2, help="GPUs of `together` (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for bench.json and the plots")
 
 
@@ -91,11 +92,13 @@ def plan_of(args: argparse.Namespace, device: torch.device) -> Plan:
         sections=tuple(sections) if device.type == "cuda" else ("smoke",),
         sizes=tuple(s for s in sizes if s in ("10M", "100M", "350M")) if args.quick else tuple(sizes),
         stagings=tuple(mib * MIB for mib in (2, 4, 8, 16, 32)),
-        counts=(8, 128, 2048),
+        counts=(8, 128, 2048, 8192),
         staging=args.staging * MIB,
         repeats=min(args.repeats, 5) if args.quick else args.repeats,
         network=NetworkShape(),
         only=tuple(args.only),
+        world=args.world,
+        timelines=args.out is not None,
     )
 
 

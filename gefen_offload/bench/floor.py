@@ -6,7 +6,9 @@ slots that are used again and again: the engine's pattern without its work.
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +32,27 @@ class Floor:
         return self.nbytes / self.seconds
 
 
-def duplex_floor(device: torch.device, nbytes: int, slot_bytes: int, *, repeats: int = 5) -> Floor:
-    """Measure the link of a CUDA device: the best of `repeats` streams of `nbytes`."""
+def duplex_floor(
+    device: torch.device,
+    nbytes: int,
+    slot_bytes: int,
+    *,
+    repeats: int = 5,
+    ready: Callable[[], object] = lambda: None,
+) -> Floor:
+    """Measure the link of a CUDA device: the median of `repeats` streams of `nbytes`, each after `ready()`.
+
+    With a barrier for `ready` several ranks stream at once.
+    """
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).fill_(1)
     slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
     pipeline = _Pipeline(host, slots, device)
     pipeline.run()
-    seconds = min(_timed(pipeline.run, device) for _ in range(repeats))
+    samples = []
+    for _ in range(repeats):
+        ready()
+        samples.append(_timed(pipeline.run, device))
+    seconds = statistics.median(samples)
     part = host[:slot_bytes]
     rounds = 16
     alone = [

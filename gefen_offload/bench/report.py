@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gefen_offload.bench import timeline
 from gefen_offload.bench.results import Entry, Results
 
 MIB = 2**20
@@ -53,7 +54,7 @@ def write_json(results: Results, folder: Path) -> Path:
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Plots of the step against the parameters, the tensors and the staging size; none without matplotlib."""
+    """Plots of the step against parameters, tensors and staging size, and a timeline; none without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
     import matplotlib
@@ -64,6 +65,9 @@ def draw(results: Results, folder: Path) -> list[Path]:
         series = _series(results.entries, name, key)
         if series:
             drawn.append(_plot(series, label, folder / f"{name}.png"))
+    timed = next((entry for entry in results.entries if entry.timeline), None)
+    if timed is not None:
+        drawn.append(timeline.draw(timed.timeline, folder / "timeline.png"))
     return drawn
 
 

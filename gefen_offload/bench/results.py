@@ -7,6 +7,7 @@ from typing import Any
 
 from gefen_offload.bench.floor import Floor
 from gefen_offload.bench.measure import Memory, Timing
+from gefen_offload.bench.timeline import Interval
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Entry:
     floor: Floor | None = None
     version: str | None = None
     absent: str | None = None
+    timeline: tuple[Interval, ...] = ()
 
     @property
     def floor_fraction(self) -> float | None:

@@ -16,6 +16,8 @@ from gefen_offload.bench.contestants import Contestant, contestants, ours
 from gefen_offload.bench.floor import Floor, duplex_floor
 from gefen_offload.bench.measure import Memory, allocated, free_bytes, peak, reset_peak, synchronize, time_steps
 from gefen_offload.bench.results import Entry
+from gefen_offload.bench.timeline import record
+from gefen_offload.bench.together import together
 from gefen_offload.bench.workloads import Network, NetworkShape, Workload, divided, sized, tiny, workload_a
 
 MIB = 2**20
@@ -35,6 +37,8 @@ class Plan:
     repeats: int
     network: NetworkShape
     only: tuple[str, ...] = ()
+    world: int = 2
+    timelines: bool = False
 
     def chosen(self, staging: int) -> list[Contestant]:
         """The contestants whose names hold one of `only`, or all."""
@@ -50,6 +54,7 @@ def run(plan: Plan) -> Iterator[Entry]:
         "sizes": _sizes,
         "tensors": _tensors,
         "staging": _staging,
+        "together": _together,
     }
     for section in plan.sections:
         yield from sections[section](plan)
@@ -101,6 +106,10 @@ def _staging(plan: Plan) -> Iterator[Entry]:
         yield measure(plan, contestant, workload, floor, staging=staging)
 
 
+def _together(plan: Plan) -> Iterator[Entry]:
+    yield from together(plan.world, "1.3B", plan.staging, plan.repeats)
+
+
 def _workload_b(plan: Plan) -> Iterator[Entry]:
     for contestant in plan.chosen(plan.staging):
         yield train(plan, contestant)
@@ -148,7 +157,9 @@ def _stepped(
     timing = time_steps(optimizer.step, plan.device, repeats=plan.repeats)
     memory = Memory(allocated(plan.device) - before, peak(plan.device) - before)
     streamed, asked, reserved = _streaming(optimizer) if contestant.offloaded else (0, 0, 0)
+    timeline = tuple(record(optimizer.step)) if plan.timelines and contestant.offloaded else ()
     return blank(
+        timeline=timeline,
         staging=staging if contestant.offloaded else 0,
         first=first,
         step=timing,

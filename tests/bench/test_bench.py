@@ -13,6 +13,7 @@ from gefen_offload.bench import cli, report
 from gefen_offload.bench.floor import Floor
 from gefen_offload.bench.measure import Memory, Timing, time_steps
 from gefen_offload.bench.results import Entry, Results
+from gefen_offload.bench.timeline import Interval
 from gefen_offload.bench.workloads import SIZES, Network, NetworkShape, divided, sized, workload_a
 
 
@@ -140,3 +141,20 @@ def test_plots(tmp_path: Path) -> None:
     """Two sizes make one plot."""
     many = [Entry(name, "ours", n, 3, step=Timing((1.0,))) for name, n in (("10M", 10**7), ("100M", 10**8))]
     assert [path.name for path in report.draw(Results({}, many), tmp_path)] == ["parameters.png"]
+
+
+def test_too_few_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are fewer GPUs than ranks asked for, the entry says how many are needed and found."""
+    from gefen_offload.bench import together
+    from gefen_offload.ranks.inventory import Inventory
+
+    monkeypatch.setattr(together, "inventory", lambda: Inventory(()))
+    (found,) = together.together(2, "1.3B", 2**24, 3)
+    assert found.absent == "needs 2 GPUs, found 0"
+
+
+def test_timeline(tmp_path: Path) -> None:
+    """An entry with a timeline is drawn in three lanes."""
+    steps = (Interval("copy in", 0.0, 1.0), Interval("update", 1.0, 1.5), Interval("copy out", 1.5, 2.5))
+    drawn = report.draw(Results({}, [entry(timeline=steps)]), tmp_path)
+    assert [path.name for path in drawn] == ["timeline.png"]

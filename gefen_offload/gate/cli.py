@@ -1,5 +1,7 @@
-"""``gefen-offload gate``: run, show, selftest, manifest and baseline. Exit codes: 0 pass, 1 product failed, 2 usage, 3
-box unfit, 4 evidence incomplete."""
+"""``gefen-offload gate``: run, show, selftest, drill, manifest and baseline.
+
+Exit codes of a verdict: 0 pass, 1 product failed, 2 usage, 3 box unfit, 4 evidence incomplete.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     itself.add_argument("--only", default="", help="cases whose name contains this")
     itself.set_defaults(run=selftest_command)
 
+    drill = commands.add_parser("drill", help="plant regressions, and see that the gate names each")
+    drill.add_argument("--recorded", action="store_true", help="in recorded evidence, also where there is a GPU")
+    drill.add_argument("--keep", metavar="DIR", type=Path, help="leave the copies and their run directories here")
+    drill.set_defaults(run=drill_command)
+
     lists = commands.add_parser("manifest", help="the mandatory lists against what is collected")
     how = lists.add_mutually_exclusive_group(required=True)
     how.add_argument("--check", action="store_true", help="say where they differ; exit 1 if they do")
@@ -48,6 +55,13 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``gate run``."""
     parser.add_argument("--run-dir", metavar="DIR", help="where the evidence goes (a new one under .gate)")
     parser.add_argument("--tier", action="append", default=[], choices=TIERS, help="run only this tier; repeatable")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="only this file or test; never releasable",
+    )
     parser.add_argument("--require", action="append", default=[], choices=TIERS, help="exit 3 where it cannot run")
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="deadline of each session (%(default).0f)"
@@ -56,7 +70,21 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", metavar="SHA", help="the commit of a copy without git; never releasable")
     parser.add_argument("--wheel", metavar="FILE", help="judge this wheel instead of building one")
     parser.add_argument("--no-selftest", action="store_true", help="skip the selftest")
-    parser.add_argument("--without-performance", action="store_true", help="judge no measurement; never releasable")
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument(
+        "--without-performance",
+        dest="performance",
+        action="store_const",
+        const=False,
+        help="judge no measurement; never releasable",
+    )
+    measured.add_argument(
+        "--with-performance",
+        dest="performance",
+        action="store_const",
+        const=True,
+        help="measure also in a run of some tiers or tests",
+    )
     parser.add_argument("--tests", metavar="DIR", type=Path, help="judge the suite in this folder instead")
     parser.add_argument("--mandatory", metavar="FILE", type=Path, help="the ids, relative to DIR, that it must run")
     parser.add_argument("--package", metavar="NAME", help="the package that the suite in DIR is about")
@@ -81,7 +109,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         wheel=arguments.wheel,
         timeout=arguments.timeout,
         selftest=not arguments.no_selftest,
-        performance=not arguments.without_performance,
+        performance=arguments.performance,
+        part=tuple(arguments.only),
     )
     if arguments.run_dir and (Path(arguments.run_dir) / "sessions").exists():
         print(f"gefen-offload gate run: {arguments.run_dir} already holds a run; name another folder", file=sys.stderr)
@@ -109,7 +138,9 @@ def own_problem(arguments: argparse.Namespace) -> str:
     """What is wrong with the arguments for this checkout; empty if nothing."""
     if arguments.wheel and not Path(arguments.wheel).is_file():
         return f"--wheel {arguments.wheel}: there is no such file"
-    return ""
+    ids = [id for tier in manifest.load(the_checkout() / "ci" / "mandatory").values() for id in tier]
+    lost = [name for name in arguments.only if not any(manifest.within(id, (name,)) for id in ids)]
+    return f"--only {lost[0]}: no mandatory test is there; name a file or a test as ci/mandatory does" if lost else ""
 
 
 def foreign_problem(arguments: argparse.Namespace) -> str:
@@ -120,7 +151,13 @@ def foreign_problem(arguments: argparse.Namespace) -> str:
         return f"--tests {arguments.tests}: there is no such folder"
     if not arguments.mandatory.is_file():
         return f"--mandatory {arguments.mandatory}: there is no such file"
-    given = {"--tier": arguments.tier, "--wheel": arguments.wheel, "--commit": arguments.commit}
+    given = {
+        "--tier": arguments.tier,
+        "--only": arguments.only,
+        "--wheel": arguments.wheel,
+        "--commit": arguments.commit,
+        "--with-performance": arguments.performance,
+    }
     if any(given.values()):
         ours = ", ".join(name for name, value in given.items() if value)
         return f"{ours}: for this checkout alone; another project's suite (--tests) runs whole, as it is installed"
@@ -152,6 +189,13 @@ def selftest_command(arguments: argparse.Namespace) -> int:
     from gefen_offload.gate.selftest import run
 
     return run.main(arguments.only)
+
+
+def drill_command(arguments: argparse.Namespace) -> int:
+    """Run the regression drill."""
+    from gefen_offload.gate import drill
+
+    return drill.main(the_checkout(), arguments.recorded, arguments.keep)
 
 
 def baseline_command(arguments: argparse.Namespace) -> int:

@@ -7,12 +7,13 @@ the one that ``gefen-offload gate manifest --update`` wrote. A foreign suite's p
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,10 +42,25 @@ class Manifest:
     """Tiers that must have run on this machine."""
     tiers: tuple[str, ...] = ()
     """The tiers asked for; all, if empty."""
+    part: tuple[str, ...] = ()
+    """The files or tests to which the lists were cut down; all of them, if empty."""
     allow_dirty: bool = False
     """Whether uncommitted changes are judged anyway, the result then not being releasable."""
     performance: bool = True
     """Whether the measurements are judged, on a machine with a GPU."""
+
+
+def within(id: str, part: Sequence[str]) -> bool:
+    """Whether a test is one of these, or stands in one of these files, classes or folders."""
+    return any(id == name or id.startswith((f"{name}::", f"{name}[", f"{name.rstrip('/')}/")) for name in part)
+
+
+def cut_down(whole: Manifest, part: Sequence[str]) -> Manifest:
+    """The manifest of a part of the tests; tiers that have none in it are not asked for."""
+    lists = {tier: tuple(id for id in ids if within(id, part)) for tier, ids in whole.lists.items()}
+    kept = {tier: ids for tier, ids in lists.items() if ids}
+    wanted = tuple(tier for tier in kept if tier in (whole.tiers or TIERS))
+    return dataclasses.replace(whole, lists=kept, tiers=wanted, part=tuple(part))
 
 
 def load(folder: Path) -> dict[str, tuple[str, ...]]:

@@ -55,7 +55,10 @@ class Options:
     wheel: str | None = None
     timeout: float = TIMEOUT
     selftest: bool = True
-    performance: bool = True
+    performance: bool | None = None
+    """Whether to measure; None measures unless the run is of some tiers or of a part of the tests."""
+    part: tuple[str, ...] = ()
+    """Files or test ids to run instead of all."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +82,32 @@ def own(root: Path, options: Options) -> int:
     except WheelError as error:
         print(f"gefen-offload gate: {error}", file=sys.stderr)
         return Status.UNFIT
-    lists = dataclasses.replace(
-        manifest.read(root / "ci" / "mandatory"),
-        shadowed=manifest.shadowed(root),
-        required=options.required,
-        tiers=options.tiers,
-        allow_dirty=options.allow_dirty,
-        performance=options.performance and not options.tiers,
-    )
+    lists = mandatory(root, options)
     before = facts.gather(sys.executable, source, installed)
     stopped = preflight(folder, lists, before)
     if stopped is not None:
         return finish(folder, stopped)
     if options.selftest and not selftested(progress):
         return Status.INCOMPLETE
-    progress.say("smoke: two ranks, an all-reduce of a known value")
-    before = dataclasses.replace(before, smoke=smoke(folder, before))
+    if not options.part:
+        progress.say("smoke: two ranks, an all-reduce of a known value")
+        before = dataclasses.replace(before, smoke=smoke(folder, before))
     record = sessions(root, folder, lists, before, options, progress) if before.smoke is None else ()
     after = facts.gather(sys.executable, checkout.source(root, options.commit), wheel.again(installed, built))
     return finish(folder, Evidence(lists, record, before, after, baseline_for(root, before)))
+
+
+def mandatory(root: Path, options: Options) -> Manifest:
+    """What this run must have run."""
+    whole = dataclasses.replace(
+        manifest.read(root / "ci" / "mandatory"),
+        shadowed=manifest.shadowed(root),
+        required=options.required,
+        tiers=options.tiers,
+        allow_dirty=options.allow_dirty,
+        performance=not (options.tiers or options.part) if options.performance is None else options.performance,
+    )
+    return manifest.cut_down(whole, options.part) if options.part else whole
 
 
 def build(root: Path, folder: Path) -> Path:
@@ -162,7 +172,7 @@ def side_by_side(
 
 def planned(root: Path, folder: Path, turn: Turn, options: Options) -> session.Plan:
     """The session of one tier on the judged wheel."""
-    where = [name for name in SUITES if (root / name).is_dir()]
+    where = options.part or [name for name in SUITES if (root / name).is_dir()]
     required = [f"--require-gpus={turn.tier.removeprefix('gpu')}"] if turn.tier.startswith("gpu") else []
     spread = session.spread(turn.workers)
     arguments = ("-m", turn.tier, "-p", "no:cacheprovider", *spread, "--rootdir", str(root), *required, *where)

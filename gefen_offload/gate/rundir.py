@@ -110,7 +110,7 @@ def session_from(folder: Path, entry: Mapping[str, Any]) -> Session:
 def manifest_from(data: Mapping[str, Any]) -> Manifest:
     """A manifest read back."""
     lists = {tier: tuple(ids) for tier, ids in data["lists"].items()}
-    tuples = {name: tuple(data[name]) for name in ("shadowed", "required", "tiers")}
+    tuples = {name: tuple(data[name]) for name in ("shadowed", "required", "tiers", "part")}
     return Manifest(**{**data, **tuples, "lists": lists})
 
 

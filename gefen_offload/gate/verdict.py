@@ -112,6 +112,8 @@ def not_release(manifest: Manifest, due: Sequence[str], facts: Facts) -> tuple[s
         return ("another project's suite",)
     absent = [tier for tier in RELEASE_TIERS if tier not in due]
     why = [f"{len(facts.gpus)} GPUs; not run: {', '.join(absent)}"] if absent else []
+    if manifest.part:
+        why.append(f"a part of the tests: {', '.join(manifest.part)}")
     if not manifest.performance:
         why.append("performance not judged")
     if facts.source is None or facts.source.commit is None:

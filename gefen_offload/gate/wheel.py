@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gefen_offload.gate.checkout import PACKAGE
 from gefen_offload.gate.facts import Wheel
+from gefen_offload.gate.session import inherited_path
 
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", PACKAGE)
 BUILD = "import sys, setuptools.build_meta as backend; print(backend.build_wheel(sys.argv[1]))"
@@ -38,7 +39,7 @@ def build(root: Path, python: str, into: Path) -> Path:
         done = subprocess.run(
             [python, "-c", BUILD, str(into.resolve())],
             cwd=copy,
-            env={**os.environ, "SOURCE_DATE_EPOCH": EPOCH, "PYTHONPATH": ""},
+            env={**os.environ, "SOURCE_DATE_EPOCH": EPOCH, "PYTHONPATH": os.pathsep.join(inherited_path(PACKAGE))},
             capture_output=True,
             text=True,
             timeout=300,

@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from gefen_offload import cli
 from gefen_offload.gate import baseline, rundir
-from gefen_offload.gate.reason import Reason
-from gefen_offload.gate.selftest.release import MEASURED
+from gefen_offload.gate import cli as gate_cli
+from gefen_offload.gate.manifest import Manifest
+from gefen_offload.gate.reason import Reason, Status
+from gefen_offload.gate.selftest.case import MACHINE, Suite, released
+from gefen_offload.gate.selftest.release import MEASURED, plain
 from support.checkout import git
 
 
@@ -86,3 +90,38 @@ def test_a_baseline_among_other_changes(tree, names, says):
     found = baseline.mixed_commits(committed(tree, *names))
     assert len(found) == 1
     assert found[0].endswith(says)
+
+
+MEASURES = """
+def test_one(record_property):
+    record_property("measurement", {noted!r})
+"""
+
+
+def test_the_documented_way_to_a_baseline(tmp_path, monkeypatch):
+    """A run without a baseline is incomplete; ``baseline --update`` makes one of it; the same numbers then pass."""
+    suite = Suite({"test_it.py": MEASURES.format(noted=plain(MEASURED))})
+    done = suite.session(tmp_path)
+    run = rundir.make(tmp_path, str(tmp_path / "run"), "run")
+    (tmp_path / "cpu.jsonl").rename(run / "sessions" / f"{baseline.CHECK}.jsonl")
+    evidence = rundir.Evidence(Manifest({}), (replace(done, tier=baseline.CHECK),), MACHINE, MACHINE, None)
+    verdict = evidence.verdict()
+    assert [f.reason for f in verdict.findings if f.check == baseline.CHECK] == [Reason.NO_BASELINE]
+    assert verdict.status is Status.INCOMPLETE
+    rundir.write(run, evidence, verdict)
+    (run / "report.html").write_text("the report")
+    monkeypatch.setattr(gate_cli, "the_checkout", lambda: tmp_path)
+    (tmp_path / "ci").mkdir()
+    assert cli.main(["gate", "baseline", "--update", str(run)]) == 0
+    assert {path.name for path in (tmp_path / "ci" / "baseline").iterdir()} == {"imaginary-9.json", "imaginary-9.html"}
+    made = replace(evidence, baseline=baseline.load(tmp_path / "ci" / "baseline", "Imaginary 9")).verdict()
+    assert [f for f in made.findings if f.check == baseline.CHECK] == []
+
+
+def test_a_verdict_without_performance_is_no_release(tmp_path):
+    """``--without-performance`` passes without a measurement, and says in its first line that it is no release."""
+    evidence = released(tmp_path)
+    manifest = replace(evidence.manifest, performance=False)
+    verdict = replace(evidence, manifest=manifest, baseline=None).verdict()
+    assert (verdict.status, verdict.releasable) == (Status.PASS, False)
+    assert verdict.headline == "PASS (not a release verdict: performance not judged)"

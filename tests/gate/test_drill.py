@@ -1,34 +1,30 @@
-"""The regression drill: changes that a careless gate lets through, each planted into recorded evidence of a release."""
+"""The regression drill: changes that a careless gate lets through, in recorded evidence and in a real copy."""
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 
 import pytest
 
-from gefen_offload.gate.outcome import PASSED
+from gefen_offload.gate import drill, manifest
+from gefen_offload.gate.drill import PLANTS
 from gefen_offload.gate.reason import Reason, Status
-from gefen_offload.gate.record import Phase
 from gefen_offload.gate.selftest.case import released
 from gefen_offload.gate.selftest.evidence import measured
-from gefen_offload.gate.selftest.release import MEASURED, id_of
+from gefen_offload.gate.selftest.release import MEASURED
+from support.checkout import ROOT
+
+ONE_ROW = "tests/offload/test_identity.py::test_offloaded_repeats_resident[block-middle]"
+
+
+def name(plant):
+    return plant.name.replace(" ", "-")
 
 
 @pytest.fixture
 def release(tmp_path):
     return released(tmp_path)
-
-
-def changed(evidence, tier, **changes):
-    """The evidence with one tier's session changed."""
-    record = tuple(replace(s, **changes) if s.tier == tier else s for s in evidence.record)
-    return replace(evidence, record=record)
-
-
-def named(evidence):
-    """The verdict's status, and its reasons with what each is about."""
-    verdict = evidence.verdict()
-    return verdict.status, {(finding.reason, finding.check, finding.subject) for finding in verdict.findings}
 
 
 def test_the_release_passes(release):
@@ -38,19 +34,55 @@ def test_the_release_passes(release):
     assert verdict.headline == "PASS"
 
 
-def test_one_ulp_in_the_offloaded_path(release):
-    """A parity test that fails by one ulp is a product failure that names the test and shows the difference."""
-    id, text = id_of("gpu2"), "E  first difference: step 3, p0[17]: 1 ulp"
-    phases = (Phase(id, "setup", PASSED), Phase(id, "call", "failed", text=text), Phase(id, "teardown", PASSED))
-    evidence = changed(release, "gpu2", phases=phases, status=1, exit=replace(release.record[0].exit, code=1))
-    assert named(evidence) == (Status.FAIL, {(Reason.FAILED, "gpu2", id)})
-    assert "1 ulp" in evidence.verdict().findings[0].detail
+@pytest.mark.parametrize("plant", PLANTS, ids=name)
+def test_a_plant_in_recorded_evidence_is_named(release, plant):
+    """The verdict has the plant's reason alone, about what was planted, and lets nothing be released."""
+    verdict = plant.recorded(release).verdict()
+    assert [(finding.reason, finding.subject) for finding in verdict.findings] == [
+        (plant.reason, plant.recorded_subject)
+    ]
+    assert (verdict.status, verdict.releasable) == (plant.reason.status, False)
 
 
-def test_a_step_that_is_a_fifth_slower(release):
-    """20% more time than the baseline, at 1% noise, is a product failure that names the time."""
-    slower = measured(times={"offloaded_step": 1.2 * MEASURED.times["offloaded_step"]})(release)
-    assert named(slower) == (Status.FAIL, {(Reason.TIME_EXCEEDED, "performance", "offloaded_step")})
+@pytest.mark.parametrize("plant", PLANTS, ids=name)
+def test_a_plant_fits_the_checkout(tmp_path, plant):
+    """Each fault can be made in a copy of today's checkout, changes it, and leaves Python that can be read."""
+    copy = drill.copied(ROOT, tmp_path / "copy")
+    before = {path: path.read_bytes() for path in copy.rglob("*.py")}
+    plant.edit(copy)
+    edited = [path for path, text in before.items() if path.read_bytes() != text]
+    assert len(edited) == 1
+    ast.parse(edited[0].read_text())
+
+
+def test_the_drill_runs_tests_that_exist():
+    """The tests that must see the planted faults, and the one that is deleted, are mandatory."""
+    ids = manifest.load(ROOT / "ci" / "mandatory")["gpu1"]
+    assert sum(manifest.within(id, (drill.IDENTITY,)) for id in ids) == 4
+    assert f"{drill.PART}::{drill.DELETED}" in ids
+
+
+def test_one_ulp_is_seen_for_real(tmp_path):
+    """A copy whose offloaded step is one ulp off fails the parity test on the simulated accelerator, by name."""
+    ulp = PLANTS[0]
+    copy = drill.copied(ROOT, tmp_path / "copy")
+    ulp.edit(copy)
+    assert drill.judged(copy, tmp_path / "run", ("--only", ONE_ROW), tier="cpu") == {("FAILED", ONE_ROW)}
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({("FAILED", drill.IDENTITY)}, ""),
+        (set(), "expected FAILED, the gate said nothing"),
+        ({("FAILED", drill.IDENTITY), ("SKIPPED", "x")}, "expected FAILED, the gate said FAILED, SKIPPED"),
+        ({("FAILED", "test_other")}, f"FAILED is not about {drill.IDENTITY}: test_other"),
+    ],
+    ids=["right", "green", "more", "elsewhere"],
+)
+def test_the_drill_is_exact(found, says):
+    """A gate that stays green, gives another reason besides, or names something else, fails the drill."""
+    assert drill.complaint(PLANTS[0], found, PLANTS[0].subject) == says
 
 
 def test_a_step_within_the_tripwire(release):
@@ -59,32 +91,8 @@ def test_a_step_within_the_tripwire(release):
     assert slower.verdict().status is Status.PASS
 
 
-def test_fifty_mebibytes_more(release):
-    """50 MiB more peak memory is a product failure that names the counter."""
-    more = {**MEASURED.counters, "peak_bytes": MEASURED.counters["peak_bytes"] + 50 * 2**20}
-    assert named(measured(counters=more)(release)) == (
-        Status.FAIL,
-        {(Reason.COUNTER_EXCEEDED, "performance", "peak_bytes")},
-    )
-
-
-def test_one_byte_more(release):
-    """Counters are exact: one byte more is already too much."""
-    more = {**MEASURED.counters, "bytes_in": MEASURED.counters["bytes_in"] + 1}
-    assert named(measured(counters=more)(release))[1] == {(Reason.COUNTER_EXCEEDED, "performance", "bytes_in")}
-
-
-def test_a_deleted_gpu_test(release):
-    """A GPU test that is gone leaves the evidence incomplete, and the verdict names it."""
-    gone = changed(release, "gpu2", collected=(), selected=(), started=(), phases=(), status=5)
-    gone = changed(gone, "gpu2", exit=replace(release.record[0].exit, code=5))
-    assert named(gone) == (Status.INCOMPLETE, {(Reason.MISSING, "gpu2", id_of("gpu2"))})
-
-
 def test_a_deleted_gpu_test_and_its_line(release):
     """Deleting the list's line too does not help: the tier is due and its list is empty."""
-    gone = changed(release, "gpu2", collected=(), selected=(), started=(), phases=(), status=5)
-    gone = changed(gone, "gpu2", exit=replace(release.record[0].exit, code=5))
-    lists = {**release.manifest.lists, "gpu2": ()}
-    gone = replace(gone, manifest=replace(release.manifest, lists=lists))
-    assert (Reason.EMPTY_LIST, "lists", "gpu2") in named(gone)[1]
+    gone = drill.without_its_test(release)
+    gone = replace(gone, manifest=replace(gone.manifest, lists={**gone.manifest.lists, "gpu1": ()}))
+    assert Reason.EMPTY_LIST in {finding.reason for finding in gone.verdict().findings}

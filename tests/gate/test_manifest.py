@@ -93,3 +93,20 @@ def test_what_cannot_be_collected_is_named(tmp_path):
     found = replace(found, collect_errors=(("tests/test_b.py", "failed", "Traceback\nImportError: no b"),))
     lines = manifest.complaints(tmp_path, found, Manifest({"cpu": IDS}))
     assert lines == ["collection failed: tests/test_b.py: ImportError: no b"]
+
+
+@pytest.mark.parametrize(
+    ("part", "kept"),
+    [
+        (("tests/a.py",), {"cpu": ("tests/a.py::test_one", "tests/a.py::test_two[x]")}),
+        (("tests/a.py::test_two",), {"cpu": ("tests/a.py::test_two[x]",)}),
+        (("tests/a.py::test_two[x]", "more/"), {"cpu": ("tests/a.py::test_two[x]",), "gpu1": ("more/b.py::test_one",)}),
+        (("tests/a",), {}),
+    ],
+    ids=["file", "function", "test-and-folder", "half-a-name"],
+)
+def test_a_part_of_the_lists(part, kept):
+    """A manifest cut down to a part keeps exactly the tests in it, and asks for no tier that has none."""
+    lists = {"cpu": ("tests/a.py::test_one", "tests/a.py::test_two[x]"), "gpu1": ("more/b.py::test_one",)}
+    found = manifest.cut_down(Manifest(lists), part)
+    assert (found.lists, found.tiers, found.part) == (kept, tuple(kept), part)

@@ -6,96 +6,70 @@ of the same thing lie apart is the noise. Counters are per step, after warm-up.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from gefen_offload import Gefen
+from gefen_offload.bench.measure import allocated, peak, reset_peak, synchronize, time_steps
+from gefen_offload.bench.workloads import Workload, transformer_shapes
 from gefen_offload.ranks import RankContext, RankGroup
 
-WORKLOAD = "gpt-163m-bf16@1"
-SHAPES = [
-    (50304, 1024),
-    *[shape for _ in range(9) for shape in ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096))],
-]
-SMALL = [(1024,)] * 36
-WARM_UP, STEPS, ROUNDS = 4, 20, 2
+WORKLOAD = Workload("gpt-165m-bf16@1", transformer_shapes(1024, 9, 50304))
+"""Its name ends in a version, to be raised with any change of what is measured here."""
+WARM_UP, STEPS, ROUNDS = 4, 20, 3
 LONGEST_TIMELINE = 400
 LANES = (("HtoD", "copy-in"), ("DtoH", "copy-out"))
 
 Step = Callable[[], object]
 
 
-def parameters(device: torch.device, seed: int) -> list[tuple[str, torch.nn.Parameter]]:
-    """Named bfloat16 parameters with gradients of standard deviation 1e-3."""
-    generator = torch.Generator(device).manual_seed(seed)
-    named: list[tuple[str, torch.nn.Parameter]] = []
-    for number, shape in enumerate([*SHAPES, *SMALL]):
-        values = torch.randn(shape, device=device, generator=generator).mul_(0.02).to(torch.bfloat16)
-        parameter = torch.nn.Parameter(values)
-        parameter.grad = torch.randn(shape, device=device, generator=generator).mul_(1e-3).to(torch.bfloat16)
-        named.append((f"p{number}", parameter))
-    return named
-
-
-def median_step(step: Step) -> float:
-    """Median seconds of a synchronised step."""
-    seconds: list[float] = []
-    for _ in range(STEPS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
-def interleaved(reference: Step, subject: Step) -> tuple[float, float]:
+def interleaved(reference: Step, subject: Step, device: torch.device) -> tuple[float, float]:
     """Ratio of the subject to the reference in the quietest A/B/B/A round, and that round's noise."""
     found: list[tuple[float, float]] = []
     for _ in range(ROUNDS):
-        a1, b1, b2, a2 = (median_step(step) for step in (reference, subject, subject, reference))
+        turns = (reference, subject, subject, reference)
+        a1, b1, b2, a2 = (time_steps(step, device, warmup=1, repeats=STEPS).median for step in turns)
         apart = max(abs(a1 - a2) / (a1 + a2), abs(b1 - b2) / (b1 + b2)) * 2
         found.append(((b1 + b2) / (a1 + a2), apart))
     return min(found, key=lambda pair: pair[1])
 
 
-def allocations() -> int:
-    """Allocations from torch's CUDA allocator so far."""
-    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+def allocations(device: torch.device) -> int:
+    """Allocations from torch's CUDA allocator so far; 0 on the CPU."""
+    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"]) if device.type == "cuda" else 0
 
 
-def counted(optimizer: Gefen) -> dict[str, int]:
+def counted(optimizer: Gefen, device: torch.device) -> dict[str, int]:
     """Counters of offloaded steps: bytes each way, windows, allocations, peak above what is held between."""
-    before, drawn = optimizer.state_offload_report(), allocations()
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize(device)
+    before, drawn, held = optimizer.state_offload_report(), allocations(device), allocated(device)
+    reset_peak(device)
     for _ in range(STEPS):
         optimizer.step()
-    torch.cuda.synchronize()
-    drawn = allocations() - drawn
+    synchronize(device)
+    drawn = allocations(device) - drawn
     after = optimizer.state_offload_report()
     return {
         "offloaded_bytes_in": (after.to_device.nbytes - before.to_device.nbytes) // STEPS,
         "offloaded_bytes_out": (after.to_host.nbytes - before.to_host.nbytes) // STEPS,
         "offloaded_windows": (after.windows - before.windows) // STEPS,
         "offloaded_allocations": -(-drawn // STEPS),
-        "offloaded_transient_bytes": torch.cuda.max_memory_allocated() - held,
+        "offloaded_transient_bytes": peak(device) - held,
     }
 
 
-def profiled(step: Step) -> list[tuple[str, float, float]]:
-    """What one step did on the GPU: name, start and end in milliseconds."""
+def profiled(step: Step, device: torch.device) -> list[tuple[str, float, float]]:
+    """What one step did on the device: name, start and end in milliseconds; on the CPU its operators."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    kind = device.type.upper()
+    with profile(activities=[getattr(ProfilerActivity, kind)]) as trace:
         step()
-        torch.cuda.synchronize()
-    events = [event for event in trace.events() or [] if str(event.device_type).endswith("CUDA")]
+        synchronize(device)
+    # A named range, as the step itself is one, appears beside the kernels that it spans.
+    events = [e for e in trace.events() or [] if e.device_type.name == kind and not e.is_user_annotation]
     return [(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events]
 
 
@@ -105,37 +79,39 @@ def launches(events: list[tuple[str, float, float]]) -> int:
 
 
 def intervals(events: list[tuple[str, float, float]]) -> list[dict[str, object]]:
-    """The events as intervals of three lanes."""
+    """The events as intervals of three lanes, beginning at 0."""
+    ordered = sorted(events, key=lambda event: event[1])[:LONGEST_TIMELINE]
+    origin = ordered[0][1] if ordered else 0.0
     found: list[dict[str, object]] = []
-    for name, start, end in sorted(events, key=lambda event: event[1])[:LONGEST_TIMELINE]:
+    for name, start, end in ordered:
         lane = next((lane for word, lane in LANES if word in name), "update")
-        found.append({"lane": lane, "start": round(start, 4), "end": round(end, 4), "label": name[:60]})
+        times = {"start": round(start - origin, 4), "end": round(end - origin, 4)}
+        found.append({"lane": lane, **times, "label": name[:60]})
     return found
 
 
-def measure(context: RankContext) -> dict[str, object]:
+def measure(context: RankContext, workload: Workload = WORKLOAD) -> dict[str, object]:
     """Worker: every counter and time, and one offloaded step's timeline."""
     device = context.device
-    base = torch.cuda.memory_allocated()
-    named = parameters(device, 0)
-    own = torch.cuda.memory_allocated() - base
+    named = workload.parameters(device)
+    own = allocated(device)
     offloaded = Gefen(named, lr=1e-4)
     offloaded.offload_state_()
-    warm(offloaded.step)
+    warm(offloaded.step, device)
     # What offload keeps on the GPU for as long as it is on: slots, codebook, buffers.
-    kept = torch.cuda.memory_allocated() - base - own
-    counters = {**counted(offloaded), "offloaded_persistent_bytes": kept}
-    resident = Gefen(parameters(device, 0), lr=1e-4)
-    reference = torch.optim.AdamW([p for _, p in parameters(device, 0)], lr=1e-4, fused=True)
-    warm(resident.step)
-    warm(reference.step)
+    kept = allocated(device) - own
+    counters = {**counted(offloaded, device), "offloaded_persistent_bytes": kept}
+    resident = Gefen(workload.parameters(device), lr=1e-4)
+    reference = torch.optim.AdamW(workload.parameters(device), lr=1e-4, fused=True)
+    warm(resident.step, device)
+    warm(reference.step, device)
     ratios = {
-        "offloaded_step": interleaved(reference.step, offloaded.step),
-        "resident_step": interleaved(reference.step, resident.step),
+        "offloaded_step": interleaved(reference.step, offloaded.step, device),
+        "resident_step": interleaved(reference.step, resident.step, device),
     }
-    trace = profiled(offloaded.step)
+    trace = profiled(offloaded.step, device)
     counters["offloaded_launches"] = launches(trace)
-    counters["resident_launches"] = launches(profiled(resident.step))
+    counters["resident_launches"] = launches(profiled(resident.step, device))
     return {
         "counters": counters,
         "times": {name: ratio for name, (ratio, _) in ratios.items()},
@@ -144,22 +120,22 @@ def measure(context: RankContext) -> dict[str, object]:
     }
 
 
-def warm(step: Step) -> None:
+def warm(step: Step, device: torch.device) -> None:
     """First steps: codebook, compiled kernels, plans."""
     for _ in range(WARM_UP):
         step()
-    torch.cuda.synchronize()
+    synchronize(device)
 
 
 @pytest.mark.gpu1
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(300)
 def test_step(ranks: RankGroup, record_property: Callable[[str, object], None]) -> None:
     """Something was measured on one GPU, by the rank that holds it."""
     from gefen_offload.ranks.inventory import inventory
 
-    measured = ranks.options(timeout=500.0).run(measure).values[0]
+    measured = ranks.options(timeout=240.0).run(measure).values[0]
     gpu = inventory().gpus[0]
-    identity = {"gpu": gpu.name, "driver": gpu.driver, "torch": torch.__version__, "workload": WORKLOAD}
+    identity = {"gpu": gpu.name, "driver": gpu.driver, "torch": torch.__version__, "workload": WORKLOAD.name}
     record_property("timeline", measured.pop("timeline"))
     record_property("measurement", {"identity": identity, **measured})
     assert measured["counters"]["offloaded_bytes_in"] > 0

@@ -19,14 +19,13 @@ from pathlib import Path
 from gefen_offload.gate import baseline, checkout, facts
 from gefen_offload.gate.environment import START
 from gefen_offload.gate.outcome import PASSED
-from gefen_offload.gate.reason import Reason
+from gefen_offload.gate.reason import Finding, Reason
 from gefen_offload.gate.record import Phase
-from gefen_offload.gate.selftest.case import Evidence, released
+from gefen_offload.gate.selftest.case import Evidence, names, released
 from gefen_offload.gate.selftest.evidence import measured
 from gefen_offload.gate.selftest.release import MEASURED, id_of
+from gefen_offload.gate.summary import gist
 
-Found = set[tuple[str, str]]
-"""Reasons of a verdict, each with what it is about."""
 COPIED = (*checkout.DIGESTED, "README.md", "LICENSE")
 IDENTITY = "tests/offload/test_identity.py::test_parameters_of_megabytes_on_a_gpu"
 DELETED = "test_a_checkpoint_crosses_over"
@@ -36,28 +35,28 @@ TIMEOUT = 150.0
 # What is appended to the optimizer's module, so that a plant fits whatever stands there.
 OVERRIDE = """
 
-import time as _time
+import time as planted_time
 
-_planted_step = Gefen.step
+planted_over = Gefen.step
 
 
-def _step(self, closure=None):
-    began = _time.perf_counter()
+def planted_step(self, closure=None):
+    began = planted_time.perf_counter()
     {before}
-    result = _planted_step(self, closure)
+    result = planted_over(self, closure)
     {after}
     return result
 
 
-Gefen.step = _step
+Gefen.step = planted_step
 """
 ONE_ULP = """if self.state_offload_active:
         first = next(p for group in self.param_groups for p in group["params"] if p.grad is not None)
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
         first.data.view(-1)[:1].view(integers).add_(1)"""
 SLOWER = """torch.cuda.synchronize()
-    until = _time.perf_counter() + 0.2 * (_time.perf_counter() - began)
-    while _time.perf_counter() < until:
+    until = planted_time.perf_counter() + 0.2 * (planted_time.perf_counter() - began)
+    while planted_time.perf_counter() < until:
         pass"""
 LARGER = 'held = torch.empty(50 * 2**20, dtype=torch.uint8, device=self.param_groups[0]["params"][0].device)'
 
@@ -76,6 +75,8 @@ class Plant:
     recorded: Callable[[Evidence], Evidence]
     """The same fault in the evidence of a release."""
     recorded_subject: str
+    says: str = ""
+    """What the finding's detail must hold, where the reason alone could have another cause."""
 
 
 def appended(before: str = "pass", after: str = "pass") -> Callable[[Path], None]:
@@ -126,6 +127,7 @@ PLANTS = (
         ("--only", IDENTITY),
         failed_by_one_ulp,
         id_of("gpu1"),
+        "1 ulp",
     ),
     Plant(
         "a step that takes a fifth longer",
@@ -170,7 +172,7 @@ def main(root: Path, on_record: bool = False, keep: Path | None = None) -> int:
     return int(wrong > 0)
 
 
-def drilled(run: Callable[[Plant], tuple[Found, str]]) -> int:
+def drilled(run: Callable[[Plant], tuple[Sequence[Finding], str]]) -> int:
     """Run every plant, and say of each what the gate said; how many it got wrong."""
     wrong = 0
     for plant in PLANTS:
@@ -183,20 +185,22 @@ def drilled(run: Callable[[Plant], tuple[Found, str]]) -> int:
     return wrong
 
 
-def complaint(plant: Plant, found: Found, subject: str) -> str:
+def complaint(plant: Plant, found: Sequence[Finding], subject: str) -> str:
     """What the gate got wrong about a plant; empty if it gave its reason, about its subject, and no other reason."""
-    if {reason for reason, _ in found} != {plant.reason.name}:
-        return f"expected {plant.reason.name}, the gate said {', '.join(sorted({r for r, _ in found})) or 'nothing'}"
-    if not any(subject in about for _, about in found):
-        return f"{plant.reason.name} is not about {subject}: {', '.join(sorted(about for _, about in found))}"
+    reasons = {finding.reason for finding in found}
+    if reasons != {plant.reason}:
+        return f"expected {plant.reason.name}, the gate said {names(reasons)}"
+    if not any(subject in finding.subject and plant.says in finding.detail for finding in found):
+        about = "; ".join(f"{finding.subject} {gist(finding.detail)}".rstrip() for finding in found)
+        return f"{plant.reason.name} is not about {subject} {plant.says}".rstrip() + f": {about}"
     return ""
 
 
-def recorded(plant: Plant) -> tuple[Found, str]:
+def recorded(plant: Plant) -> tuple[Sequence[Finding], str]:
     """What the gate says about the fault in recorded evidence."""
     with tempfile.TemporaryDirectory(prefix="gefen-offload-drill-") as scratch:
         verdict = plant.recorded(released(Path(scratch))).verdict()
-    return {(finding.reason.name, finding.subject) for finding in verdict.findings}, plant.recorded_subject
+    return verdict.findings, plant.recorded_subject
 
 
 def on_gpus(root: Path, scratch: Path) -> int:
@@ -204,13 +208,14 @@ def on_gpus(root: Path, scratch: Path) -> int:
     clean = copied(root, scratch / "clean")
     shutil.rmtree(clean / baseline.FOLDER, ignore_errors=True)
     found = judged(clean, scratch / "clean-run", ("--only", IDENTITY, "--only", PART, *MEASURE))
-    print(f"drill: unchanged: {', '.join(sorted(reason for reason, _ in found)) or 'nothing'}", flush=True)
-    if {reason for reason, _ in found} != {Reason.NO_BASELINE.name}:
-        print(f"drill: expected NO_BASELINE alone of an unchanged copy: {sorted(found)}")
+    reasons = {finding.reason for finding in found}
+    print(f"drill: unchanged: {names(reasons)}", flush=True)
+    if reasons != {Reason.NO_BASELINE}:
+        print(f"drill: expected NO_BASELINE alone of an unchanged copy: {found}")
         return len(PLANTS)
     gate(clean, "baseline", "--update", str(scratch / "clean-run"))
 
-    def run(plant: Plant) -> tuple[Found, str]:
+    def run(plant: Plant) -> tuple[Sequence[Finding], str]:
         name = f"plant-{PLANTS.index(plant)}"
         planted = copied(clean, scratch / name)
         plant.edit(planted)
@@ -230,15 +235,14 @@ def copied(root: Path, into: Path) -> Path:
     return into
 
 
-def judged(root: Path, run: Path, arguments: Sequence[str], tier: str = "gpu1") -> Found:
-    """Run the copy's gate on one tier; the reasons of its verdict."""
+def judged(root: Path, run: Path, arguments: Sequence[str], tier: str = "gpu1") -> Sequence[Finding]:
+    """Run the copy's gate on one tier; what its verdict found. RuntimeError where there is none."""
     fixed = ("--tier", tier, "--no-selftest", "--timeout", str(TIMEOUT), "--run-dir", str(run))
     done = gate(root, "run", *fixed, *arguments)
-    try:
-        verdict = json.loads((run / "verdict.json").read_text())
-    except OSError:
-        return {("no verdict", f"exit {done.returncode}: {done.stderr[-2000:]}")}
-    return {(finding["reason"], finding["subject"]) for finding in verdict["findings"]}
+    if not (run / "verdict.json").is_file():
+        raise RuntimeError(f"the gate of {root} gave no verdict, exit {done.returncode}: {done.stderr[-2000:]}")
+    findings = json.loads((run / "verdict.json").read_text())["findings"]
+    return [Finding(**{**finding, "reason": Reason[finding["reason"]]}) for finding in findings]
 
 
 def gate(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """In a worker: record it."""
     given = getattr(config, "workerinput", {}).get(NAME)
     if given is not None:
-        recorder = Recorder(Path(given["path"]), given["nonce"], given["package"], given["worker"])
+        recorder = WorkerRecorder(Path(given["path"]), given["nonce"], given["package"], given["worker"])
         config.pluginmanager.register(recorder)
 
 
@@ -201,8 +201,23 @@ class Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
         """Close the record after every other hook has had its turn with the exit status."""
         result = yield
+        self.close(session)
+        return result
+
+    def close(self, session: pytest.Session) -> None:
+        """Note what was imported, and the end."""
         self.write("imports", modules=modules_of(self._package), torch=torch_version())
         self.write("end", status=int(session.exitstatus), lines=self._lines, time=time.time())
+
+
+class WorkerRecorder(Recorder):
+    """The recorder of a worker, which may be killed as soon as it has told its session that it is finished."""
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Close the record after the hooks of plugins, and before pytest-xdist's own tells the session."""
+        result = yield
+        self.close(session)
         return result
 
 

@@ -140,3 +140,17 @@ def test_a_line_that_is_no_event_is_damage(tmp_path, line):
     again = session.read(path, "cpu", done.nonce, done.exit)
     assert [damage for damage, _ in again.damage] == [Damage.EDITED]
     assert json.loads(lines[0])["body"]
+
+
+def test_a_worker_may_go_once_it_has_said_that_it_is_finished(tmp_path):
+    """A worker's record is whole before its session hears that it is finished, and may end it."""
+    ends = """
+        import os, pytest
+        @pytest.hookimpl(wrapper=True, tryfirst=True)
+        def pytest_sessionfinish():
+            yield
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                os._exit(0)
+    """
+    found = Suite({"conftest.py": ends}, workers=2).session(tmp_path)
+    assert (found.damage, found.lost, found.status) == ((), (), 0)

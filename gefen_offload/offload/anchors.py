@@ -50,14 +50,14 @@ class Anchors:
             and same(list(map(type, parameters)), self.kinds)
             and same(list(map(state.get, parameters)), self.entries)
             and [len(entry) for entry in self.entries if entry is not None] == self.sizes
-            and same([entry.get(name) for entry, name in zip(self.owners, self.names, strict=True)], self.tensors)
+            and same(list(map(dict.get, self.owners, self.names)), self.tensors)
             and addresses(self.tensors) == self.addresses
         )
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Where they lie."""
-    return [tensor.data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def anchor(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> Anchors:

@@ -15,6 +15,7 @@ from itertools import groupby
 from gefen_offload.offload.slab import ALIGNMENT, aligned
 
 SLOTS = 3
+RAMP = (8, 2)  # the first windows are this much smaller: the first copy out, which a slot waits for, starts early
 SMALL = 4  # a parameter of at most 1/SMALL of a window is not split
 LEAST = 16  # a piece is not cut to fill less than 1/LEAST of a window
 EVEN = 16
@@ -160,24 +161,30 @@ class CutPiece:
 def cut_to_fit(demands: Sequence[Demand], capacity: int) -> tuple[CutPiece, ...]:
     """Divide large pieces so that windows are filled; small ones stay whole."""
     cuts: list[CutPiece] = []
-    used = 0
+    window = used = 0
     for index, demand in enumerate(demands):
-        cost = demand.cost()
-        if used + cost <= capacity or cost <= capacity // SMALL:
+        cost, room = demand.cost(), room_of(window, capacity)
+        if used + cost <= room or cost <= room // SMALL:
             cuts.append(CutPiece(index, demand.first, demand.last))
-            used = cost if used + cost > capacity else used + cost
+            window, used = (window + 1, cost) if used + cost > room else (window, used + cost)
             continue
         first = demand.first
         while first < demand.last:
-            room = _blocks_in(capacity - used - demand.overhead, demand.row)
-            if used and room * demand.row < min((demand.last - first) * demand.row, capacity // LEAST):
-                used = 0
+            room = room_of(window, capacity)
+            blocks = _blocks_in(room - used - demand.overhead, demand.row)
+            if used and blocks * demand.row < min((demand.last - first) * demand.row, room // LEAST):
+                window, used = window + 1, 0
                 continue
-            last = min(demand.last, first + max(1, room))
+            last = min(demand.last, first + max(1, blocks))
             cuts.append(CutPiece(index, first, last))
             used += (last - first) * demand.row + demand.overhead
             first = last
     return tuple(cuts)
+
+
+def room_of(window: int, capacity: int) -> int:
+    """The bytes that a window holds, by its number."""
+    return capacity // RAMP[window] if window < len(RAMP) else capacity
 
 
 def _blocks_in(nbytes: int, row: int) -> int:
@@ -199,9 +206,14 @@ class _Packing:
     end: int = 0
     used: int = 0
 
+    @property
+    def room(self) -> int:
+        """What the open window holds."""
+        return room_of(len(self.ranges), self.capacity)
+
     def add(self, pieces: int, cost: int) -> None:
         """Put `pieces` pieces of together `cost` bytes into the open window, or into a new one."""
-        if self.used and self.used + cost > self.capacity:
+        if self.used and self.used + cost > self.room:
             self.close()
         self.end += pieces
         self.used += cost
@@ -219,8 +231,8 @@ def _divide(needs: Sequence[Need], capacity: int) -> tuple[list[tuple[int, int]]
     for parameter, group in groupby(needs, key=lambda need: need.parameter):
         pieces = list(group)
         cost = sum(need.cost(whole=index == 0) for index, need in enumerate(pieces))
-        fits = packing.used + cost <= capacity
-        if len(pieces) == 1 or fits or cost <= capacity // SMALL:
+        fits = packing.used + cost <= packing.room
+        if len(pieces) == 1 or fits or cost <= packing.room // SMALL:
             packing.add(len(pieces), cost)
             continue
         spanning.add(parameter)

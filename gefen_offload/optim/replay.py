@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gefen_offload.offload.anchors import Anchors, addresses, anchor_of, same
@@ -39,16 +38,21 @@ class Layout:
             (
                 addresses(parameters),
                 (np.array(starts) & 15).tolist(),
-                [(p.dtype, g.dtype) for p, g in zip(parameters, gradients, strict=True)],
-                [(p.numel(), g.numel()) for p, g in zip(parameters, gradients, strict=True)],
-                [g.get_device() for g in gradients],
+                [p.dtype for p in parameters],
+                [g.dtype for g in gradients],
+                list(map(Tensor.numel, parameters)),
+                list(map(Tensor.numel, gradients)),
+                list(map(Tensor.get_device, gradients)),
             )
         )
 
 
 def tight(tensors: Sequence[Tensor]) -> bool:
     """Whether all of them are dense and row-major."""
-    return all(t.layout is torch.strided and t.is_contiguous() for t in tensors)
+    try:
+        return all(map(Tensor.is_contiguous, tensors))
+    except RuntimeError:  # sparse ones have no strides
+        return False
 
 
 def graded_keys(groups: Sequence[dict[str, Any]]) -> list[Tensor]:

@@ -34,28 +34,34 @@ def block_histogram(gradient: Tensor, period: int) -> Tensor:
     if period < 1 or gradient.numel() % period:
         raise ValueError(f"the period {period} does not divide a gradient of {gradient.numel()} elements")
     counts = torch.zeros(BINS, dtype=torch.int64, device=gradient.device)
-    for rows, largest in _scaled_pieces(gradient.detach().reshape(-1), period):
-        counts += torch.bincount(_bins(rows, largest), minlength=BINS)
+    for rows, largest in block_pieces(gradient.detach().reshape(-1), period, CHUNK):
+        counts += torch.bincount(_bins(rows.float(), largest), minlength=BINS)
     return counts
 
 
-def _scaled_pieces(gradient: Tensor, period: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of the gradient as float32 rows, each with the column of its blocks' largest magnitudes."""
-    if period <= CHUNK:
-        for piece in torch.split(gradient, CHUNK // period * period):
-            rows = piece.view(-1, period).float()
-            yield rows, rows.abs().amax(1, keepdim=True)
+def block_pieces(gradient: Tensor, period: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The flat gradient in pieces of at most `chunk` elements, (k, ...), each with its blocks' largest |g|.
+
+    The rows are blocks, or one row is a part of a block longer than a chunk. The largest are float32, (k, 1).
+    """
+    if period <= chunk:
+        for piece in torch.split(gradient, chunk // period * period):
+            yield piece.view(-1, period), _largest(piece.view(-1, period))
         return
     for block in torch.split(gradient, period):
-        pieces = torch.split(block, CHUNK)
-        largest = torch.stack([piece.float().abs().amax() for piece in pieces]).amax().view(1, 1)
-        for piece in pieces:
-            yield piece.view(1, -1).float(), largest
+        parts = [part.view(1, -1) for part in torch.split(block, chunk)]
+        largest = torch.cat([_largest(part) for part in parts]).amax(0, keepdim=True)
+        for part in parts:
+            yield part, largest
+
+
+def _largest(rows: Tensor) -> Tensor:
+    return rows.abs().amax(1, keepdim=True).float()
 
 
 def _bins(rows: Tensor, largest: Tensor) -> Tensor:
     scaled = (rows / largest).nan_to_num_(nan=0.0)
-    return scaled.add_(1).div_(2 / BINS).floor_().clamp_(0, BINS - 1).long().view(-1)
+    return scaled.add_(1).mul_(BINS // 2).clamp_(0, BINS - 1).int().view(-1)  # of what is not negative, the floor
 
 
 # --- the levels -----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from gefen_offload.optim.groups import (
     require_kernels,
     split_betas,
 )
-from gefen_offload.optim.learning import Learning, PeriodRule, refuse_orphans
+from gefen_offload.optim.learning import Learning, Newcomer, PeriodRule, refuse_orphans
 from gefen_offload.optim.levels import Levels, Remap
 from gefen_offload.optim.replay import KEPT, Replay, graded_keys
 from gefen_offload.optim.shard import is_sharded, local_of
@@ -385,7 +385,7 @@ class Gefen(Checkpointed):
         if not unready and self._levels.learnt and not self._refresh_due():
             return
         _refuse_capture(unready or graded)
-        periods = {item.key: self._period_of(item) for item in unready if "automatic_period" not in item.state}
+        periods = self._periods_of([item for item in unready if "automatic_period" not in item.state])
         levels = self._next_levels(graded, periods)
         remap = self._remap_to(levels) if levels is not None else None
         requests = [(item.key, self._missing(item, periods)) for item in unready]
@@ -412,10 +412,12 @@ class Gefen(Checkpointed):
     def _zero(self, device: torch.device) -> int | Tensor:
         return torch.zeros((), dtype=torch.float32, device=device) if self._capturable else 0
 
-    def _period_of(self, item: Graded) -> int:
-        shape = item.parameter.shape
-        one = self._period_rule.forces_one(item.name, len(shape))
-        return self._learning.period(item.gradient, shape, force_one=one)
+    def _periods_of(self, items: Sequence[Graded]) -> dict[Tensor, int]:
+        newcomers = []
+        for item in items:
+            shape = item.parameter.shape
+            newcomers.append(Newcomer(item.gradient, shape, self._period_rule.forces_one(item.name, len(shape))))
+        return dict(zip((item.key for item in items), self._learning.periods(newcomers), strict=True))
 
     def _missing(self, item: Graded, periods: dict[Tensor, int]) -> checkpoint.Shapes:
         """The state tensors, shapes and dtypes, that this parameter steps with and does not have."""

@@ -263,9 +263,6 @@ class GefenMuon(Gefen):
     def _updater_for(self, device: torch.device) -> Callable[[Sequence[StagedPiece], Tensor], None]:
         return muon_update
 
-    def _period_of(self, item: Graded) -> int:
-        return super()._period_of(item) if item.gradient.numel() else 1
-
     def _next_levels(self, graded: Sequence[Graded], periods: dict[Tensor, int]) -> Levels | None:
         """As in `Gefen`; a rank whose shards have no element takes a blank codebook."""
         filled = [item for item in graded if item.gradient.numel()]

@@ -33,23 +33,15 @@ _TIE = 1e-9
 # --- maths ----------------------------------------------------------------------------------------------------------
 
 
-def find_period(gradient: Tensor, shape: torch.Size, *, force_one: bool = False) -> int:
-    """The block length for a parameter of `shape` whose flat row-major gradient, of any float type, is `gradient`."""
-    _check_numel(gradient, shape)
-    if force_one or shape.numel() < SHORTEST_PERIOD:
-        return 1
-    return choose_period(divisor_errors(gradient), shape)
-
-
-def choose_period(errors: Sequence[float], shape: torch.Size, *, force_one: bool = False) -> int:
-    """The period from `errors[i] = err(divisors_of(n)[i])`, where n is the element count of `shape`.
+def choose_period(errors: Sequence[float], shape: torch.Size) -> int:
+    """The block length for a parameter of `shape`, of n elements, from `errors[i] = err(divisors_of(n)[i])`.
 
     Scores are the differences of neighbouring errors, and 1e-12 for the first; the least wins, and among scores within
     1e-9 of the largest error the smallest divisor wins. Errors that are not all finite decide nothing: the period then
     comes from the shape, as it does when no divisor of at least 8 wins.
     """
     n = shape.numel()
-    if force_one or n < SHORTEST_PERIOD:
+    if n < SHORTEST_PERIOD:
         return 1
     divisors = divisors_of(n)
     if len(errors) != len(divisors):
@@ -60,8 +52,17 @@ def choose_period(errors: Sequence[float], shape: torch.Size, *, force_one: bool
 
 def divisor_errors(gradient: Tensor) -> list[float]:
     """`err(d)` for every d of `divisors_of(n)`, in float64, on the gradient's device, in memory bounded by `CHUNK`."""
-    lattice = lattice_of(gradient.numel())
-    return errors_from_increments(lattice, _increments(gradient.detach().reshape(-1), lattice).tolist())
+    return divisor_errors_of_rows(gradient.reshape(1, -1))[0]
+
+
+def divisor_errors_of_rows(gradients: Tensor) -> list[list[float]]:
+    """`divisor_errors` of each row of (k, n): the same bits, in fewer operations where rows are short."""
+    lattice = lattice_of(gradients.shape[1])
+    errors = []
+    for rows in torch.split(gradients.detach(), max(1, CHUNK // lattice.numel)):
+        increments = _increments(rows, lattice).t().tolist()
+        errors += [errors_from_increments(lattice, row) for row in increments]
+    return errors
 
 
 def errors_from_increments(lattice: DivisorLattice, increments: Sequence[float]) -> list[float]:
@@ -151,30 +152,32 @@ def _factors(n: int) -> dict[int, int]:
 # --- the increments -------------------------------------------------------------------------------------------------
 
 
-def _increments(gradient: Tensor, lattice: DivisorLattice) -> Tensor:
-    sums = _Increments(lattice, gradient.device)
+def _increments(rows: Tensor, lattice: DivisorLattice) -> Tensor:
+    """(divisors, rows): of several rows that fit in a chunk together, or of one that may be longer."""
+    sums = _Increments(lattice, len(rows), rows.device)
     if lattice.numel <= CHUNK:
-        sums.add_below(1, _squares(gradient))
+        sums.add_below(1, _squares(rows.reshape(-1)))
     else:
-        _stream(gradient, lattice, sums)
+        _stream(rows.view(-1), lattice, sums)
     return sums.values
 
 
 class _Increments:
-    """The increment of every divisor, gathered on the gradient's device."""
+    """The increment of every divisor for each row, gathered on the gradients' device."""
 
-    def __init__(self, lattice: DivisorLattice, device: torch.device) -> None:
+    def __init__(self, lattice: DivisorLattice, rows: int, device: torch.device) -> None:
         self._lattice = lattice
         self._index = {d: i for i, d in enumerate(lattice.divisors)}
-        self.values = torch.zeros(len(lattice.divisors), dtype=torch.float64, device=device)
+        self._rows = rows
+        self.values = torch.zeros((len(lattice.divisors), rows), dtype=torch.float64, device=device)
 
     def add(self, divisor: int, increment: Tensor) -> None:
         self.values[self._index[divisor]] += increment
 
     def add_below(self, divisor: int, means: Tensor) -> None:
-        """Add every descendant of `divisor`, whose block means, all of them, are `means`."""
+        """Add every descendant of `divisor`, whose block means, all of them, row after row, are `means`."""
         for child in self._lattice.children(divisor):
-            merged, increment = _merge(means, divisor, child)
+            merged, increment = _merge(means, divisor, child, self._rows)
             self.add(child, increment)
             self.add_below(child, merged)
 
@@ -252,11 +255,11 @@ def _squares(gradient: Tensor) -> Tensor:
     return gradient.to(torch.float32).square().to(torch.float64)
 
 
-def _merge(means: Tensor, divisor: int, child: int) -> tuple[Tensor, Tensor]:
-    """The means of the blocks of length `child`, and its increment, from the means of those of length `divisor`."""
+def _merge(means: Tensor, divisor: int, child: int, rows: int = 1) -> tuple[Tensor, Tensor]:
+    """The means of the blocks of length `child`, and its increment in each row, from those of length `divisor`."""
     groups = means.view(-1, child // divisor)
     merged = _row_means(groups)
-    return merged, (groups - merged[:, None]).square_().sum() * divisor
+    return merged, (groups - merged[:, None]).square_().view(rows, -1).sum(1) * divisor
 
 
 def _row_means(groups: Tensor) -> Tensor:
@@ -285,8 +288,3 @@ def _mean_and_squares(block: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
         count += added
         mean = mean + difference * (added / count)
     return mean, squares
-
-
-def _check_numel(gradient: Tensor, shape: torch.Size) -> None:
-    if gradient.numel() != shape.numel():
-        raise ValueError(f"a gradient of {gradient.numel()} elements does not fit the shape {tuple(shape)}")

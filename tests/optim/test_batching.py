@@ -90,7 +90,7 @@ def test_transient_memory_is_bounded(dtype, factored):
 @pytest.mark.parametrize("factored", [True, False], ids=["factored", "block"])
 def test_blocks_longer_than_a_piece(monkeypatch, dtype, factored):
     """A block stepped in parts has the bits of one stepped whole, but for sums in another order, within 4 ulp."""
-    monkeypatch.setattr("gefen_offload.optim.learning.find_period", lambda *_, **__: 255)
+    monkeypatch.setattr("gefen_offload.optim.learning.choose_period", lambda *_: 255)
     whole = run_long(dtype, factored)
     for module in ("work", "update", "long_blocks"):
         monkeypatch.setattr(f"gefen_offload.optim.{module}.PIECE_ELEMENTS", 100)

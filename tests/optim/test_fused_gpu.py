@@ -65,26 +65,42 @@ def test_steady_step_allocates_nothing(ranks: Any) -> None:
     assert found["launches"] <= 10
 
 
-def first_steps(context: Any) -> list[tuple[bool, float]]:
-    """For several gradients: whether the histogram is the plain one, and how far apart the periods' errors are."""
-    from gefen_offload.optim.codebook import block_histogram
-    from gefen_offload.optim.fused.first_step import FirstStep
-    from gefen_offload.optim.period import divisor_errors
+def first_steps(context: Any) -> list[dict[str, Any]]:
+    """Every case of a first step's kernels, in three dtypes."""
+    from support.first_kernels import DTYPES, LARGE, LITTLE, compare
 
-    first, found = FirstStep(context.device), []
-    draw = torch.Generator(context.device).manual_seed(3)
-    for n, period in ((2**18, 8), (96 * 4000, 40), (3 * 9001, 9001), (131 * 2**10, 131 * 2**7), (2 * 8209, 1)):
-        for dtype in (torch.float32, torch.bfloat16):
-            gradient = (torch.randn(n, generator=draw, device=context.device) ** 3).to(dtype)
-            same = torch.equal(first.histogram([(gradient, period)]), block_histogram(gradient, period))
-            ours, theirs = first.divisor_errors(gradient), divisor_errors(gradient)
-            found.append((same, max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / max(theirs)))
-    return found
+    return [compare(*case, dtype, context.device) for case in (*LITTLE, *LARGE) for dtype in DTYPES]
 
 
 @pytest.mark.gpu1
 def test_first_step(ranks: Any) -> None:
-    """The fused histogram is the plain one, and the errors that a period is chosen by differ by rounding."""
-    for same, apart in ranks.options(timeout=280).run(first_steps).values[0]:
-        assert same
-        assert apart < 1e-12
+    """The kernels' histogram is the plain one, and the errors that a period is chosen by differ by rounding."""
+    for record in ranks.options(timeout=280).run(first_steps).values[0]:
+        assert record["same_counts"], record
+        assert record["same_again"], record
+        assert record["apart"] < 1e-12, record
+
+
+def learnt_on(context: Any) -> dict[str, Any]:
+    """Periods and codebook of small and large gradients on the device, by the kernels and without them."""
+    from gefen_offload.optim.learning import Learning, Newcomer
+    from gefen_offload.optim.small_gradients import SMALL
+
+    draw = torch.Generator(context.device).manual_seed(5)
+    found: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        sizes = (7, 2048, SMALL, SMALL + 8, 3 * 2**17)
+        gradients = [torch.randn(n, generator=draw, device=context.device).pow(3).to(dtype) for n in sizes]
+        for device in (context.device, "cpu"):
+            here, learning = [gradient.to(device) for gradient in gradients], Learning()
+            periods = learning.periods([Newcomer(gradient, gradient.shape, False) for gradient in here])
+            codebook = learning.codebook(list(zip(here, periods, strict=True)))
+            found.setdefault(str(dtype), []).append((periods, codebook.tolist()))
+    return found
+
+
+@pytest.mark.gpu1
+def test_learnt_as_on_the_cpu(ranks: Any) -> None:
+    """Small and large gradients, with kernels (bfloat16) and without (float64), give the CPU's periods and codebook."""
+    for device, cpu in ranks.options(timeout=280).run(learnt_on).values[0].values():
+        assert device == cpu

@@ -11,24 +11,35 @@ from typing import Any
 
 import pytest
 
+from support import first_kernels as first_cases
 from support import fused as support_cases
 
+FIRST_NAMES = [first_cases.case_name(*case, dtype) for case in first_cases.LITTLE for dtype in first_cases.DTYPES]
 NAMES = [f"{str(dtype)[6:]}-{case.name}" for case in support_cases.SMALL for dtype in support_cases.DTYPES]
 
 
-@pytest.fixture(scope="module")
-def compared() -> dict[str, dict[str, Any]]:
-    """What `python -m support.fused` found for every case."""
+def interpreted(module: str) -> dict[str, dict[str, Any]]:
+    """What `python -m MODULE` found under Triton's interpreter for every case."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(support_cases.__file__).parents[1]), *filter(None, sys.path)]),
     }
-    run = subprocess.run(
-        [sys.executable, "-m", "support.fused"], env=environment, capture_output=True, text=True, timeout=240
-    )
+    run = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
     return {record["name"]: record for record in map(json.loads, run.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, dict[str, Any]]:
+    """The update's kernels."""
+    return interpreted("support.fused")
+
+
+@pytest.fixture(scope="module")
+def read() -> dict[str, dict[str, Any]]:
+    """The kernels of a first step."""
+    return interpreted("support.first_kernels")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,3 +59,11 @@ def test_update_close(compared: dict[str, dict[str, Any]], name: str) -> None:
 def test_cut_changes_nothing(compared: dict[str, dict[str, Any]], name: str) -> None:
     """A parameter stepped in pieces, one call each, has the bits of one stepped whole."""
     assert compared[name]["same_when_cut"]
+
+
+@pytest.mark.parametrize("name", FIRST_NAMES)
+def test_first_step(read: dict[str, dict[str, Any]], name: str) -> None:
+    """The histogram is the plain one; the errors that a period is chosen by differ by rounding, the same every time."""
+    assert read[name]["same_counts"]
+    assert read[name]["apart"] < 1e-12
+    assert read[name]["same_again"]

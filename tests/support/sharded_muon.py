@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 from gefen_offload import GefenMuon
 from gefen_offload.optim.codebook import block_histogram, solve_codebook
+from gefen_offload.optim.learning import Learning, Newcomer
 from gefen_offload.optim.muon import momentum_step
 from gefen_offload.optim.newton_schulz import QUINTIC, lr_ratio, orthogonalise, schedule_of
-from gefen_offload.optim.period import find_period
 
 LR, DECAY, MOMENTUM = 1e-2, 0.1, 0.95
 
@@ -127,7 +127,7 @@ class _Rank:
         return chunks[self._rank].contiguous() if self._rank < len(chunks) else gradient[:0]
 
     def _start(self, shards: list[Tensor]) -> None:
-        self._periods = [find_period(shard.flatten(), shard.shape) for shard in shards]
+        self._periods = Learning().periods([Newcomer(shard.flatten(), shard.shape, False) for shard in shards])
         counts = [block_histogram(s.flatten(), p) for s, p in zip(shards, self._periods, strict=True)]
         self._levels = solve_codebook(sum(count.cpu() for count in counts)).to(shards[0].device)
         self._momenta = [

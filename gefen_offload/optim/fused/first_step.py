@@ -3,172 +3,134 @@
 from __future__ import annotations
 
 import math
-import struct
-from array import array
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
-import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
-from gefen_offload.optim.codebook import BINS
-from gefen_offload.optim.fused import first_kernels
-from gefen_offload.optim.fused.describe import DTYPES
-from gefen_offload.optim.fused.launch import Kernel, Table
-from gefen_offload.optim.fused.plan import LONGEST_SHORT, TILE, plan_blocks
+from gefen_offload.optim.codebook import BINS, block_pieces
+from gefen_offload.optim.fused.first_kernels import bin_counts, pair_sums
 from gefen_offload.optim.period import divisor_errors, lattice_of
 
-PIECES = 256
-TILES = 128  # of a program that counts
-KEPT = 16  # sums of a program of `pair_sums`
-MOST_LEVELS = 12
-ODD_CHUNK = 2**20  # elements held as float64 where a block is too long for a program
-
-_WORDS = struct.Struct("<20q")
-_NEVER = 0x7FFFFFFF
-
-_segment_largest = Kernel(first_kernels.segment_largest)
-_bin_counts = Kernel(first_kernels.bin_counts)
-_pair_sums = Kernel(first_kernels.pair_sums)
-
-
-class _CountKind(NamedTuple):
-    """What the gradients of one counting launch have in common."""
-
-    dtype: torch.dtype
-    width: int
-    blocks: int
-    long: bool
-    aligned: int
-    warps: int
+COUNTED = 2**22  # elements counted by one launch
+COUNTED_TILE = 1024  # of a program
+COPIES = 64  # of the counters
+BLOCKS = 2048  # of a program of `pair_sums`
+DOUBLINGS = 8  # of its blocks' length
+LONGEST_LOOP = 512  # the longest block that a thread of `pair_sums` reads alone
+ODD_CHUNK = 2**20  # elements held as float64 where a block is longer
 
 
 class FirstStep:
     """The kernels of a first step on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._anchor = torch.empty(0, device=device)
 
-    # --- the histogram ---
+    def queue_errors(self, gradients: Sequence[Tensor]) -> Callable[[], list[list[float]]]:
+        """Have the device find `period.divisor_errors` of flat gradients, with sums in another fixed order.
 
-    def histogram(self, gradients: Sequence[tuple[Tensor, int]]) -> Tensor:
-        """Counts, int64 (4096,), of all of the flat gradients with their periods: `block_histogram`, summed."""
+        What is returned waits for the device, once, and gives the errors.
+        """
         with torch.cuda.device_of(self._anchor):  # type: ignore[no-untyped-call, unused-ignore]
-            return self._histogram(gradients)
+            queued = [_Errors(gradient.contiguous()) for gradient in gradients]
+        return lambda: _read(queued)
 
-    def _histogram(self, gradients: Sequence[tuple[Tensor, int]]) -> Tensor:
-        counts = torch.zeros(BINS, dtype=torch.int64, device=self._device)
-        kinds: dict[_CountKind, list[tuple[bytes, int, int]]] = {}
-        held = []
-        for gradient, period in gradients:
-            gradient = gradient.contiguous()
-            plan = plan_blocks(period, 0)
-            blocks, parts = gradient.numel() // period, max(1, plan.parts)
-            largest = torch.zeros(blocks if plan.long else 0, dtype=torch.int32, device=self._device)
-            held += [gradient, largest]
-            row = _row(gradient.data_ptr(), blocks, period, plan.length | parts << 32, largest.data_ptr())
-            aligned = 16 if gradient.data_ptr() % 16 == 0 and period % 16 == 0 else 1
-            tiles = -(-blocks * parts // plan.blocks)
-            kind = _CountKind(gradient.dtype, plan.width, plan.blocks, plan.long, aligned, plan.warps)
-            kinds.setdefault(kind, []).append((row, tiles, -(-tiles // TILES)))
-        for kind, pieces in kinds.items():
-            for first in range(0, len(pieces), PIECES):
-                self._count(kind, pieces[first : first + PIECES], counts)
-        del held
-        return counts
+    def queue_counts(self, gradients: Sequence[tuple[Tensor, int]]) -> Callable[[], Tensor]:
+        """Have the device find `codebook.block_histogram`, summed over flat gradients with their periods.
 
-    def _count(self, kind: _CountKind, pieces: Sequence[tuple[bytes, int, int]], counts: Tensor) -> None:
-        tiles, groups = [piece[1] for piece in pieces], [piece[2] for piece in pieces]
-        table, starts = self._upload([piece[0] for piece in pieces], tiles, groups)
-        buffers = (*table.buffers, counts)
-        shape = (DTYPES[kind.dtype], kind.width, kind.blocks)
-        if kind.long:
-            _segment_largest(sum(tiles), buffers, (0, starts[0]), (*shape, kind.aligned), kind.warps)
-        _bin_counts(sum(groups), buffers, (0, starts[1]), (*shape, kind.long, kind.aligned, TILES), kind.warps)
-
-    def _upload(self, rows: Sequence[bytes], *programs: Sequence[int]) -> tuple[Table, list[int]]:
-        starts = array("i")
-        begins = []
-        for counts in programs:
-            begins.append(len(rows) * 40 + len(starts))
-            sums = list(accumulate(counts, initial=0))[:-1]
-            starts.extend(sums + [_NEVER] * (PIECES - len(sums)))
-        return Table(self._device, b"".join(rows), starts.tobytes()), begins
-
-    # --- the period ---
-
-    def divisor_errors(self, gradient: Tensor) -> list[float]:
-        """`period.divisor_errors` of a flat gradient, with sums in another fixed order."""
-        n = gradient.numel()
-        lattice = lattice_of(n)
-        odd = [d for d in lattice.divisors if d % 2]
-        if odd[-1] > ODD_CHUNK:
-            return divisor_errors(gradient)
+        What is returned waits for the device and gives the counts on the host.
+        """
         with torch.cuda.device_of(self._anchor):  # type: ignore[no-untyped-call, unused-ignore]
-            return self._errors(gradient.contiguous(), odd)
+            # in int32, which holds what one copy gets of 2**37 elements
+            counts = torch.zeros((COPIES, BINS), dtype=torch.int32, device=self._anchor.device)
+            for gradient, period in gradients:
+                _count(gradient.contiguous(), period, counts)
+            total = counts.sum(0)
+        return total.cpu
 
-    def _errors(self, gradient: Tensor, odd: Sequence[int]) -> list[float]:
-        n = gradient.numel()
-        lattice = lattice_of(n)
-        sums: list[Tensor] = []
-        at: dict[
-            int, tuple[int, int, int]
-        ] = {}  # of a divisor: which tensor of `sums`, which sum in it, in units of what
-        for base in odd:
-            self._chain(gradient, base, sums, at)
-        values = torch.cat(sums).tolist() if sums else []
+
+# --- the histogram --------------------------------------------------------------------------------------------------
+
+
+def _count(gradient: Tensor, period: int, counts: Tensor) -> None:
+    for rows, largest in block_pieces(gradient, period, COUNTED):
+        grid = (-(-rows.numel() // COUNTED_TILE),)
+        bin_counts[grid](rows, largest, counts, rows.numel(), period, COUNTED_TILE, COPIES, num_warps=4)
+
+
+# --- the period -----------------------------------------------------------------------------------------------------
+
+
+class _Errors:
+    """The sums for one gradient, queued on its device, and what becomes of them once they are read.
+
+    [Note: the chains] Every divisor is an odd one times a power of two. An odd divisor's sum of squared deviations is
+    taken from the gradient; doubling a block's length d adds d / 2 times the sum of the squared differences between
+    the means of its halves (see period.py), and leaves half as many means.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+        self._lattice = lattice_of(gradient.numel())
+        self._added: dict[int, tuple[int, float]] = {}  # of a divisor: which of the sums it adds, and how many times
+        self.sums: list[Tensor] = []
+        odd = [divisor for divisor in self._lattice.divisors if divisor % 2]
+        self._plain = odd[-1] > ODD_CHUNK
+        for base in odd if not self._plain else ():
+            self._chain(base)
+
+    @property
+    def count(self) -> int:
+        """How many sums there are."""
+        return sum(len(sums) for sums in self.sums)
+
+    def errors(self, sums: Sequence[float]) -> list[float]:
+        """`err(d)` for every divisor d."""
+        if self._plain:
+            return divisor_errors(self._gradient)
         squares = {1: 0.0}  # of each divisor: the sum of the squared deviations from its blocks' means
-        for d, (tensor, level, base) in at.items():
-            squares[d] = values[KEPT * tensor + level] * base + (squares[base] if level else 0.0)
-        return [math.sqrt(squares[d] / n) for d in lattice.divisors]
+        for divisor in self._lattice.divisors[1:]:
+            position, factor = self._added[divisor]
+            squares[divisor] = sums[position] * factor + (0.0 if divisor % 2 else squares[divisor // 2])
+        return [math.sqrt(total / self._lattice.numel) for total in squares.values()]
 
-    def _chain(self, gradient: Tensor, base: int, sums: list[Tensor], at: dict[int, tuple[int, int, int]]) -> None:
+    def _chain(self, base: int) -> None:
         """Sums for the odd divisor `base` and its products with powers of two."""
-        n = gradient.numel()
-        doublings = _twos(n // base)
-        if base == 1 and not doublings:
-            return
-        divisor, source, period = base, gradient, base
-        if base > LONGEST_SHORT:
-            source, deviations = _long_means(gradient, base)
-            sums.append(torch.cat([deviations.view(1), deviations.new_zeros(KEPT - 1)]))
-            at[base] = (len(sums) - 1, 0, 1)
+        source, period, divisor, units = self._gradient, base, base, self._lattice.numel // base
+        if base > LONGEST_LOOP:
+            source, deviations = _long_means(source, base)
+            self._add({base: (0, 1.0)}, deviations.view(1))
             period = 1
-        while doublings or (divisor == base and period > 1):
-            width = 1 << (period - 1).bit_length()
-            blocks = max(1, TILE // width)
-            levels = min(doublings, MOST_LEVELS, blocks.bit_length() - 1)
-            doublings -= levels
-            units = n // divisor
-            source, total = self._pairs(source, units, period, (width, blocks, levels, doublings > 0))
-            sums.append(total)
-            if period > 1:
-                at[base] = (len(sums) - 1, 0, 1)
-            at.update({divisor << level: (len(sums) - 1, level, divisor) for level in range(1, levels + 1)})
-            divisor, period = divisor << levels, 1
+        while period > 1 or units % 2 == 0:
+            levels = min(_twos(units), DOUBLINGS)
+            source, sums = _pairs(source, units, period)
+            added = {divisor << level: (level, (divisor << level) / 4) for level in range(1, levels + 1)}
+            self._add(added | ({base: (0, 1.0)} if period > 1 else {}), sums)
+            divisor, units, period = divisor << levels, units >> levels, 1
 
-    def _pairs(
-        self, source: Tensor, units: int, period: int, shape: tuple[int, int, int, bool]
-    ) -> tuple[Tensor, Tensor]:
-        """One launch of `pair_sums`: the means it keeps, and its sums over all programs."""
-        width, blocks, levels, keep = shape
-        programs = -(-units // blocks)
-        means = torch.empty(units >> levels if keep else 0, dtype=torch.float64, device=self._device)
-        sums = torch.zeros((programs, KEPT), dtype=torch.float64, device=self._device)
-        row = _row(source.data_ptr(), units, period, 0, 0, means.data_ptr(), sums.data_ptr())
-        table, starts = self._upload([row], [programs])
-        aligned = 16 if source.data_ptr() % 16 == 0 and period == 1 else 1
-        dtype = tl.float64 if source.dtype is torch.float64 else DTYPES[source.dtype]
-        constants = (dtype, width, blocks, levels, keep, aligned)
-        _pair_sums(programs, (*table.buffers, sums), (0, starts[0]), constants, 8)
-        return means, sums.sum(0)
+    def _add(self, added: dict[int, tuple[int, float]], sums: Tensor) -> None:
+        self._added |= {divisor: (self.count + at, factor) for divisor, (at, factor) in added.items()}
+        self.sums.append(sums)
 
 
-def _row(*words: int) -> bytes:
-    return _WORDS.pack(*words, *[0] * (20 - len(words)))
+def _read(queued: Sequence[_Errors]) -> list[list[float]]:
+    sums = [sums for item in queued for sums in item.sums]
+    values = torch.cat(sums).tolist() if sums else []
+    errors = []
+    for item in queued:
+        errors.append(item.errors(values[: item.count]))
+        values = values[item.count :]
+    return errors
+
+
+def _pairs(source: Tensor, units: int, period: int) -> tuple[Tensor, Tensor]:
+    """One launch of `pair_sums`: the means that it keeps, and its sums over all programs."""
+    programs = -(-units // BLOCKS)
+    kept = torch.empty(programs * (BLOCKS >> DOUBLINGS), dtype=torch.float64, device=source.device)
+    sums = torch.zeros((DOUBLINGS + 1, programs), dtype=torch.float64, device=source.device)
+    pair_sums[(programs,)](source, sums, kept, units, period, BLOCKS, DOUBLINGS, num_warps=8)
+    return kept, sums.sum(1)
 
 
 def _twos(n: int) -> int:
@@ -176,7 +138,7 @@ def _twos(n: int) -> int:
 
 
 def _long_means(gradient: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The means of blocks too long for a program, float64, and the sum of the squared deviations from them."""
+    """The means of blocks too long for a thread, float64, and the sum of the squared deviations from them."""
     means, deviations = [], []
     for rows in torch.split(gradient.view(-1, length), max(1, ODD_CHUNK // length)):
         y = rows.float().square().double()

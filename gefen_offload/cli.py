@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from gefen_offload import __version__
+
 COMMANDS = {
     "gate": ("gefen_offload.gate.cli", "may it ship: run, show, selftest, manifest, baseline"),
     "test": ("gefen_offload.gate.checks", "lint, types and the tests that need no GPU"),
@@ -19,6 +21,9 @@ USAGE = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["--version"]:
+        print(f"gefen-offload {__version__}")
+        return 0
     if not arguments or arguments[0] not in COMMANDS:
         return usage(arguments)
     command, rest = arguments[0], arguments[1:]
@@ -38,7 +43,9 @@ def usage(arguments: Sequence[str]) -> int:
     lines = [f"  {name:8} {says}" for name, (_, says) in COMMANDS.items()]
     if not asked:
         print(f"gefen-offload: there is no command {arguments[0]!r}", file=sys.stderr)
-    print("usage: gefen-offload COMMAND ...\n\n" + "\n".join(lines), file=sys.stdout if asked else sys.stderr)
+    print(
+        "usage: gefen-offload COMMAND ... | --version\n\n" + "\n".join(lines), file=sys.stdout if asked else sys.stderr
+    )
     return 0 if arguments and asked else USAGE
 
 

@@ -76,6 +76,8 @@ def problem_of(args: argparse.Namespace) -> str:
         return f"there is no {', '.join(map(repr, wrong))}; {known}"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
         return f"--device {args.device}: cuda, cuda:N or cpu"
+    if args.device == "cpu" and args.sections:
+        return f"--device cpu runs a smoke test and no section; {', '.join(args.sections)}: on a GPU only"
     if args.repeats < 1 or args.staging < 1:
         return f"--repeats {args.repeats} --staging {args.staging}: both are at least 1"
     names = [contestant.name for contestant in contestants(MIB)]

@@ -73,7 +73,10 @@ def tier_of(item: pytest.Item) -> Tier | None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip, or refuse to skip, a test whose GPUs are not there."""
-    tier = tier_of(item)
+    try:
+        tier = tier_of(item)
+    except pytest.UsageError as error:
+        pytest.fail(str(error), pytrace=False)
     launch = item.config.stash.get(_launch_key, None)
     if tier is not None and launch is not None and tier.world != launch.world:
         pytest.skip(f"needs {tier.world} ranks, the launcher started {launch.world}")

@@ -56,8 +56,9 @@ def test_unknown_size_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (("--device", "cpu", "--only", "nobody"), "--only nobody: none of gefen_offload, resident"),
         (("--device", "cpu", "--repeats", "0"), "--repeats 0"),
         (("X",), "there is no 'X'"),
+        (("--device", "cpu", "A"), "--device cpu runs a smoke test and no section; A: on a GPU only"),
     ],
-    ids=["device", "only", "repeats", "section"],
+    ids=["device", "only", "repeats", "section", "section-on-cpu"],
 )
 def test_wrong_options_are_named(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An option that makes no sense is named, on any machine, and nothing is measured."""

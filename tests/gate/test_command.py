@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from support.checkout import command
+from gefen_offload import __version__
+from support.checkout import command, git
 
 SUITE = """
 def test_one():
@@ -170,3 +171,21 @@ def test_doctor_names_the_tiers():
     """``doctor`` says which tiers this machine can run."""
     done = command("doctor", CUDA_VISIBLE_DEVICES="")
     assert "can run: cpu, gloo2, gloo4" in done.stdout
+
+
+def test_the_version_can_be_asked_for():
+    """``gefen-offload --version`` is the package's version."""
+    done = command("--version")
+    assert (done.returncode, done.stdout) == (0, f"gefen-offload {__version__}\n")
+
+
+def test_evidence_beside_a_suite_is_ignored_by_git(tmp_path):
+    """The run directory that the gate makes in a suite's folder is never seen as a change of that project."""
+    folder = project(tmp_path)
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "suite")
+    arguments = ["--tests", str(folder / "suite"), "--mandatory", str(folder / "mandatory.txt")]
+    assert command("gate", "run", *arguments, cwd=folder, PYTHONDONTWRITEBYTECODE="1").returncode == 0
+    assert len(list((folder / "suite" / ".gate").iterdir())) == 2
+    assert git(folder, "status", "--porcelain") == ""

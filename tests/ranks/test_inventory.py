@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from shlex import quote
 
 import pytest
 
@@ -17,10 +17,8 @@ def smi(tmp_path, monkeypatch):
 
     def put(gpus: str = GPUS, processes: str = "", code: int = 0) -> None:
         script = tmp_path / "nvidia-smi"
-        script.write_text(
-            f"#!{sys.executable}\nimport sys\n"
-            f"print({processes!r} if 'compute-apps' in sys.argv[1] else {gpus!r}, end='')\nsys.exit({code})\n"
-        )
+        said = f"case $1 in *compute-apps*) printf %s {quote(processes)};; *) printf %s {quote(gpus)};; esac"
+        script.write_text(f"#!/bin/sh\n{said}\nexit {code}\n")
         script.chmod(0o755)
 
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -77,6 +77,7 @@ def test_two_tiers_are_a_mistake(tmp_path):
     (tmp_path / "test_cases.py").write_text(CASES)
     child = run_child(tmp_path, "test_cases.py", "-k", "two_tiers")
     assert "has several tiers: gloo2, gloo4" in child.output
+    assert "plugin.py" not in child.output  # a sentence, no traceback of ours
     assert child.process.returncode != 0
 
 

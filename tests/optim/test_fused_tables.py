@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,3 +64,18 @@ def test_levels_rounded_to_the_gradient() -> None:
     for dtype, table in tables.levels.items():
         assert torch.equal(table[:256], levels.to(dtype).float())
         assert (table[256:THRESHOLDS] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("in_one_cell", "steps"), [(1, 1), (2, MOST_STEPS), (MOST_STEPS, MOST_STEPS), (MOST_STEPS + 1, 0)]
+)
+def test_few_values_of_steps(in_one_cell: int, steps: int) -> None:
+    """However many thresholds one cell has, `steps` is one of three values, and enough."""
+    levels = (
+        torch.linspace(-128, 127, 256, dtype=torch.float64) / 1024
+    )  # every second cell has a threshold, in its middle
+    levels[100 : 101 + in_one_cell] = levels[100] + torch.arange(in_one_cell + 1) * 2.0**-16
+    levels[0], levels[-1] = -1, 1
+    levels = levels.float()
+    assert np.bincount(cell_of(thresholds_of(levels.numpy()))).max() == in_one_cell
+    assert build_tables(levels).steps == steps

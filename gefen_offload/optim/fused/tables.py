@@ -27,7 +27,8 @@ class LevelTables:
     """Device copies, float32: for each gradient dtype the levels rounded to it, the last one repeated, and from
     `THRESHOLDS` on the thresholds, infinity after the last; and how many thresholds lie below each cell, uint8.
 
-    `steps` is the most thresholds of one cell, or 0 where there are too many to compare with one after the other.
+    `steps` is how many thresholds of a cell are to be compared with one after the other: 1 or `MOST_STEPS`, or 0 where
+    some cell has more. The kernels are compiled for each value, so that there are no others.
     """
 
     levels: dict[torch.dtype, Tensor]
@@ -49,7 +50,11 @@ def build_tables(levels: Tensor) -> LevelTables:
         table[256:THRESHOLDS] = table[255].item()
         table[THRESHOLDS : THRESHOLDS + len(bounds)] = torch.from_numpy(bounds)
         tables[dtype] = table.to(levels.device)
-    return LevelTables(tables, torch.from_numpy(below).to(levels.device), most if most <= MOST_STEPS else 0)
+    return LevelTables(tables, torch.from_numpy(below).to(levels.device), _steps(most))
+
+
+def _steps(most: int) -> int:
+    return next((steps for steps in (1, MOST_STEPS) if most <= steps), 0)
 
 
 def cell_of(x: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -184,14 +184,10 @@ class StateOffloadMixin:
         held = self._offload
         if not isinstance(held, Session):
             return resident.place(staged)
-        with agreement(held.ranks, held.policy.verify_seconds, "load_state_dict()") as pact:
-            with contextlib.suppress(OffloadPoisonedError):
-                held.settle()
-            subject = self._subject()
-            refusals.check(subject, held.accelerator, state=False)
-            placed = held.place([tensors for _, tensors in staged])
-            self._confirm(pact, list(subject.named()))
-        return placed
+        with contextlib.suppress(OffloadPoisonedError):
+            held.settle()
+        refusals.check(self._subject(), held.accelerator, state=False)
+        return held.place([tensors for _, tensors in staged])
 
     def _committed_load(self) -> None:
         """After a load has replaced state, groups and shared tensors: the live state is known to be good again."""
@@ -214,8 +210,8 @@ class StateOffloadMixin:
         else:
             held.check()
 
-    def _note_group_added(self, group: dict[str, Any]) -> None:
-        """After a group was appended: refuse it, taken back, where offload does not support it."""
+    def _note_group_added(self, group: dict[str, Any], pact: Agreement) -> None:
+        """After a group was appended: refuse it, taken back, where offload does not support it or a peer refuses."""
         if self._offload_owned is None:
             self._offload_owned = []
         self._offload_owned.append([weakref.ref(parameter) for parameter in group["params"]])
@@ -223,10 +219,9 @@ class StateOffloadMixin:
         if not isinstance(held, Session):
             return
         try:
-            with agreement(held.ranks, held.policy.verify_seconds, "add_param_group()") as pact:
-                held.poison.check()
-                held.scan(self)
-                self._confirm(pact, list(self._subject().named())[-len(group["params"]) :])
+            held.poison.check()
+            held.scan(self)
+            self._confirm(pact, list(self._subject().named())[-len(group["params"]) :])
         except BaseException:
             self._offload_owned.pop()
             self.param_groups.pop()
@@ -234,6 +229,17 @@ class StateOffloadMixin:
                 self.state.pop(parameter, None)
             held.anchor(self)
             raise
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[Agreement]:
+        """Around everything in `what` that one rank alone may refuse: offloaded, its peers then raise too, at once.
+
+        Each rank confirms as the last thing inside.
+        """
+        held = self._offload
+        ranks, seconds = (held.ranks, held.policy.verify_seconds) if isinstance(held, Session) else (None, 0.0)
+        with agreement(ranks, seconds, what) as pact:
+            yield pact
 
     def _confirm(self, pact: Agreement, named: Sequence[tuple[str, Tensor]]) -> None:
         if pact.needed:

@@ -77,10 +77,14 @@ class Checkpointed(StateOffloadMixin, Optimizer):
 
         Everything is checked and copied before the live state is replaced, in one go: an entry that is missing,
         unknown, or of the wrong type, dtype, shape or range raises a ValueError that names it and changes nothing.
+        While the state is offloaded this is a collective call: what one rank refuses, all refuse.
         """
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
-        self._stage_load(state_dict)()
+        with self._together("load_state_dict()") as pact:
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before(self, state_dict) or state_dict
+            commit = self._stage_load(state_dict)
+            self._confirm(pact, list(self._subject().named()))
+        commit()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -172,7 +172,15 @@ class Gefen(Checkpointed):
     # --- groups ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group: `params` as in the constructor, and its own options (`betas`, or `beta1` and `beta2`)."""
+        """Add a group: `params` as in the constructor, and its own options (`betas`, or `beta1` and `beta2`).
+
+        While the state is offloaded this is a collective call: what one rank refuses, all refuse.
+        """
+        with self._together("add_param_group()") as pact:
+            self._append_group(param_group)
+            self._note_group_added(self.param_groups[-1], pact)
+
+    def _append_group(self, param_group: dict[str, Any]) -> None:
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group is a dict, not a {type(param_group).__name__}")
         if "params" not in param_group:
@@ -185,7 +193,6 @@ class Gefen(Checkpointed):
         if self._fused:
             require_kernels(zip(names, tensors, strict=True))
         super().add_param_group({**group, "params": tensors, "param_names": names, "param_names_synthesized": made_up})
-        self._note_group_added(self.param_groups[-1])
 
     def _check_group(self, options: dict[str, Any]) -> None:
         check_options(options)

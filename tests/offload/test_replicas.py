@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -224,6 +225,64 @@ def drift(context, action):
         except OffloadUnsupportedError as error:
             return {"code": error.reason.value, "before": before, "after": situations.frozen(optimizer)}
         return {"code": None}
+
+
+def spoilt_entry(optimizer, saved):
+    del saved["state"][0]["m_magnitude"]
+    optimizer.load_state_dict(saved)
+
+
+def failing_hook(optimizer, saved):
+    optimizer.register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    optimizer.load_state_dict(saved)
+
+
+def group_without_parameters(optimizer, saved):
+    optimizer.add_param_group({"lr": 0.1})
+
+
+ON_ONE_RANK = {
+    spoilt_entry: (lambda optimizer, saved: optimizer.load_state_dict(saved), "ValueError"),
+    failing_hook: (lambda optimizer, saved: optimizer.load_state_dict(saved), "ZeroDivisionError"),
+    group_without_parameters: (
+        lambda optimizer, saved: optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(3)))]}),
+        "ValueError",
+    ),
+}
+
+
+@pytest.mark.gloo2
+@pytest.mark.parametrize("trouble", ON_ONE_RANK, ids=lambda trouble: trouble.__name__.replace("_", "-"))
+def test_what_one_rank_alone_refuses_all_refuse_at_once(ranks, trouble):
+    """A checkpoint, hook or group that only the last rank cannot take: its peer names it within seconds, unchanged."""
+    first, last = ranks.run(refused_by_last, trouble).values
+    for answer in (first, last):
+        assert answer["seconds"] < 5
+        assert answer["active"]
+        identical(answer["before"], answer["after"]).check()
+    assert last["error"] == ON_ONE_RANK[trouble][1]
+    assert first["error"] == "OffloadUnsupportedError"
+    assert f"rank 1 of [0, 1] refused {first['what']} ({last['error']})" in first["message"]
+    assert last["message"] in first["message"]
+
+
+def refused_by_last(context, trouble):
+    """Worker: a load or a new group that is sound on every rank but the last."""
+    with simulated(SimulatedAccelerator()):
+        _, optimizer = situations.trained_ddp(context)
+        optimizer.offload_state_()
+        saved, before = optimizer.state_dict(), situations.frozen(optimizer)
+        operation = trouble if context.rank == context.world - 1 else ON_ONE_RANK[trouble][0]
+        begun = time.monotonic()
+        try:
+            operation(optimizer, saved)
+        except Exception as error:
+            answer = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - begun}
+        else:
+            answer = {"error": None, "message": "", "seconds": 0.0}
+        what = "add_param_group()" if trouble is group_without_parameters else "load_state_dict()"
+        after, active = situations.frozen(optimizer), optimizer.state_offload_active
+        return {**answer, "what": what, "before": before, "after": after, "active": active}
 
 
 @pytest.mark.gloo2

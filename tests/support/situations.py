@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from gefen_offload import Gefen, OffloadUnsupportedError
+from support.corpus import batch
 from support.gpt import GPTShape, build
 
 Situation = Callable[[Any], tuple[nn.Module, Any]]
@@ -29,6 +30,14 @@ def ddp(context: Any) -> tuple[nn.Module, Gefen]:
     """The supported situation: data parallel, replicas equal."""
     model = DistributedDataParallel(network(context))
     return model, Gefen(model.module.named_parameters())
+
+
+def trained_ddp(context: Any) -> tuple[nn.Module, Gefen]:
+    """The same after one step: there is state."""
+    model, optimizer = ddp(context)
+    model(*batch(context.rank, 2, SHAPE.length, context.device)).backward()
+    optimizer.step()
+    return model, optimizer
 
 
 def fsdp2(context: Any) -> tuple[nn.Module, Gefen]:

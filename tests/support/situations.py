@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -85,11 +85,9 @@ def only_last_rank(situation: Situation) -> Situation:
 
 
 def sharded_alone(context: Any) -> tuple[nn.Module, Gefen]:
-    """FSDP2 over a mesh of this rank only, so that no other rank takes part."""
+    """FSDP2, to which the other ranks do not come: sharding itself needs no collective, and no group of its own."""
     model = network(context)
-    group = dist.new_group([context.rank], use_local_synchronization=True)
-    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, context.device.type)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, context.device.type))
     return model, Gefen(model.named_parameters())
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import io
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gefen_offload import Gefen
+from gefen_offload import Gefen, OffloadPolicy
 from support.corpus import batch
 from support.gpt import GPT, GPTShape, build
 from support.simulated import SimulatedAccelerator, simulated
@@ -29,49 +30,65 @@ class Case:
     id: str
     shape: GPTShape = field(default_factory=GPTShape)
     dtype: torch.dtype = torch.float32
-    autocast: bool = False
+    autocast: torch.dtype | None = None
     scaler_overflow_at: int | None = None  # step at which rank 1 alone gets an infinite loss (needs a GradScaler)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    restore: tuple[int, ...] = ()  # an offloaded run takes its state back before these steps
+    activate: tuple[int, ...] = ()  # and gives it away again before these
     ddp: dict[str, Any] = field(default_factory=dict)
-    compress: bool = False
+    hook: Callable[..., Any] | None = None  # a communication hook
     accumulate: int = 1
     clip: float | None = None
     schedule: bool = False
     groups: bool = False
     thaw_at: int | None = None  # the first layer is frozen until this step
+    late: bool = False  # and is no part of the optimizer before it
     skip_tower_at: int | None = None  # the step that leaves the tower out, on every rank
     uneven: bool = False  # rank r has two inputs fewer than rank r - 1 (Join)
     steps: int = 6
 
 
 class Run:
-    """A case on one rank: model, optimizer and loop. Offload starts before the first step, or never."""
+    """A case on one rank: model, optimizer and loop. Offload starts before the first step, or never.
 
-    def __init__(self, case: Case, rank: int, world: int, device: torch.device, offload: bool) -> None:
-        self.case, self.rank, self.world, self.device = case, rank, world, device
+    `mark` is told how far a step is: "backward 3" when its gradients are there, "saving" while a file is written.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        rank: int,
+        world: int,
+        device: torch.device,
+        offload: bool,
+        mark: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.case, self.rank, self.world, self.device, self.offload = case, rank, world, device, offload
+        self.mark = mark
         self.model = build(case.shape, seed=11, device=device, dtype=case.dtype)
         if case.thaw_at is not None:
             self.model.layers[0].requires_grad_(False)
-        ids = [device] if device.type == "cuda" else None
-        self.ddp = self._wrap(ids)
-        self.optimizer = Gefen(parameters(self.model, case.groups), **{"lr": 2e-3, **case.optimizer})
+        self.ddp = self._wrap()
+        self.optimizer = Gefen(parameters(self.model, case), **{"lr": 2e-3, **case.optimizer})
         if offload:
-            self.optimizer.offload_state_()
+            self.optimizer.offload_state_(policy=case.policy)
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=case.scaler_overflow_at is not None)
         self.scheduler = (
             torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, case.steps) if case.schedule else None
         )
 
-    def _wrap(self, device_ids: list[torch.device] | None) -> DistributedDataParallel:
-        wrapped = DistributedDataParallel(self.model, device_ids=device_ids, **self.case.ddp)
-        if self.case.compress:
-            wrapped.register_comm_hook(None, bf16_compress_hook)
+    def _wrap(self) -> DistributedDataParallel:
+        ids = [self.device] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(self.model, device_ids=ids, **self.case.ddp)
+        if self.case.hook is not None:
+            wrapped.register_comm_hook(None, self.case.hook)
         return wrapped
 
     def forward(self, step: int, micro: int) -> Tensor:
         """The scaled loss of one micro-batch; world W with A micro-batches reads what world 1 reads with A * W."""
         tokens, targets = batch(1000 * step + micro * self.world + self.rank, 4, self.case.shape.length, self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.case.autocast):
+        with torch.autocast(self.device.type, self.case.autocast, enabled=self.case.autocast is not None):
             loss: Tensor = self.ddp(tokens, targets, step != self.case.skip_tower_at)
         if step == self.case.scaler_overflow_at and self.rank == 1:
             loss = loss * float("inf")
@@ -88,19 +105,28 @@ class Run:
             total += loss.detach()
         return total
 
-    def update(self, step: int) -> Tensor:
-        """One training step: backward, clip, optimizer, schedule. Returns this rank's loss, 0-d on its device."""
-        if step == self.case.thaw_at:
-            self._thaw()
+    def gradients(self, step: int) -> Tensor:
+        """What comes before the optimizer: this step's gradients, clipped; returns this rank's loss, 0-d."""
+        self._before(step)
         self.optimizer.zero_grad()
         loss = self.backward(step)
         if self.case.clip is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
+        self.mark(f"backward {step}")
+        return loss
+
+    def advance(self) -> None:
+        """The optimizer's step; scale and schedule follow it."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def update(self, step: int) -> Tensor:
+        """One training step. Returns this rank's loss, 0-d on its device."""
+        loss = self.gradients(step)
+        self.advance()
         return loss
 
     def step(self, step: int) -> Snapshot:
@@ -110,23 +136,45 @@ class Run:
         return {"loss": on_cpu(loss), "gradients": gradients, **snapshot(self.model, self.optimizer)}
 
     def save(self, path: str, step: int) -> None:
-        """Everything a later run needs, in one file."""
+        """Everything a later run needs, in one file, which is the old one or the new one at every moment."""
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items() if part}}, path)
+        content = io.BytesIO()
+        torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items() if part}}, content)
+        data = content.getbuffer()
+        with open(path + ".new", "wb") as file:
+            file.write(data[: len(data) // 2])
+            file.flush()
+            self.mark(f"half written {step}")
+            file.write(data[len(data) // 2 :])
+            file.flush()
+            os.fsync(file.fileno())
+        self.mark(f"written {step}")
+        os.replace(path + ".new", path)
 
     def load(self, path: str) -> int:
         """Continue from `save`'s file; returns the step to go on with."""
         saved = torch.load(path, map_location="cpu", weights_only=True)
         self.model.load_state_dict(saved["model"])
+        self.mark("loading")
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
         return int(saved["step"])
 
+    def _before(self, step: int) -> None:
+        if step == self.case.thaw_at:
+            self._thaw()
+        if self.offload and step in self.case.restore:
+            self.optimizer.restore_state_()
+        if self.offload and step in self.case.activate:
+            self.optimizer.offload_state_(policy=self.case.policy)
+
     def _thaw(self) -> None:
         """DDP fixes its parameters when it wraps: a thaw means to wrap again."""
-        self.model.layers[0].requires_grad_(True)
-        self.ddp = self._wrap([self.device] if self.device.type == "cuda" else None)
+        layer = self.model.layers[0].requires_grad_(True)
+        self.ddp = self._wrap()
+        if self.case.late:
+            self.optimizer.add_param_group({"params": list(layer.named_parameters(prefix="layers.0")), "lr": 1e-3})
 
     def steps(self) -> Iterator[Snapshot]:
         if not self.case.uneven:
@@ -138,10 +186,10 @@ class Run:
                 yield self.step(step)
 
 
-def parameters(model: GPT, groups: bool) -> Any:
+def parameters(model: GPT, case: Case) -> Any:
     """The model's named parameters; with `groups`, decay on matrices only and a smaller lr for the embedding."""
-    named = list(model.named_parameters())
-    if not groups:
+    named = [(n, p) for n, p in model.named_parameters() if not (case.late and n.startswith("layers.0."))]
+    if not case.groups:
         return named
     embedding = [(n, p) for n, p in named if "embedding" in n]
     matrices = [(n, p) for n, p in named if p.ndim >= 2 and "embedding" not in n]
@@ -212,11 +260,8 @@ def mean_over_ranks(losses: list[float], device: torch.device) -> list[float]:
 
 def train(context: Any, case: Case, offload: bool) -> list[Snapshot]:
     """Worker: run `case` on this rank and return the snapshot after each of its steps."""
-    trace = []
-    for step, shot in enumerate(Run(case, context.rank, context.world, context.device, offload).steps()):
-        context.mark(f"step {step}")
-        trace.append(shot)
-    return trace
+    run = Run(case, context.rank, context.world, context.device, offload, context.mark)
+    return list(run.steps())
 
 
 def train_both(context: Any, case: Case) -> tuple[list[Snapshot], list[Snapshot]]:

@@ -162,7 +162,7 @@ LATER = [(3, "OffloadPoisonedError", True)]
 MISHAPS = [
     Mishap("late", faults.delay(1, "backward 3", 0.4), []),
     Mishap("no-memory-at-the-first-window", faults.throw(1, "copy in 3", MEMORY), [(3, "OutOfMemoryError", False)]),
-    Mishap("no-memory-at-a-later-window", faults.throw(1, faults.mark("update 3", 2), MEMORY), LATER),
+    Mishap("no-memory-at-a-later-window", faults.throw(1, faults.mark("copy in 3", 6), MEMORY), LATER),
     Mishap("copyback-fails", faults.throw(1, faults.mark("copy out 3", 2)), LATER),
     Mishap("copyback-fails-deferred", faults.throw(1, faults.mark("copy out 3", 2)), LATER, DEFERRED),
 ]

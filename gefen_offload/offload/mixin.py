@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gefen_offload.offload import refusals, resident, transitions
-from gefen_offload.offload.errors import OffloadCopyError, OffloadPoisonedError
+from gefen_offload.offload.errors import OffloadCopyError, OffloadPoisonedError, OffloadReason
 from gefen_offload.offload.pieces import Again, Piece, Prepare, Shapes
 from gefen_offload.offload.policy import OffloadPolicy
 from gefen_offload.offload.refusals import Owned, Subject
@@ -33,6 +33,7 @@ class StateOffloadMixin:
     """
 
     STATE_SCHEMA: ClassVar[StateSchema | None] = None
+    RESIDENT: ClassVar[str | None] = None  # why optimizers of this class are never offloaded, after their name
 
     # None while offload is off and the state is good; a Poison while it is off and the state is not.
     _offload: Session | Poison | None = None
@@ -69,6 +70,8 @@ class StateOffloadMixin:
             return
         ranks = ranks_of(process_group) if policy.verify_replicas else None
         with agreement(ranks, policy.verify_seconds, "offload_state_()") as pact:
+            if self.RESIDENT is not None:
+                refusals.refuse(OffloadReason.OPTIMIZER, f"{type(self).__name__} {self.RESIDENT}")
             if self._offload is not None:
                 self._offload.check()
             staged = transitions.stage_activation(self, policy, ranks)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from gefen_offload.offload.errors import OffloadReason, OffloadUnsupportedError
 from gefen_offload.offload.schema import Cut, StateSchema, TensorEntry
 from gefen_offload.optim import checkpoint
 from gefen_offload.optim.codebook import BINS, nearest_level, solve_codebook
@@ -149,6 +148,10 @@ class GefenMuon(Gefen):
     The momentum of an optimizer of this class stays beside the parameters: `offload_state_()` is refused.
     """
 
+    RESIDENT: ClassVar[str | None] = (
+        "does not stream its state: it steps whole matrices. Keep it resident, or give the parameters to Gefen, whose "
+        "offload_state_() does"
+    )
     STATE_SCHEMA: ClassVar[StateSchema] = StateSchema(
         tensors=(
             TensorEntry("m_codebook", torch.uint8, Cut.BLOCKS),
@@ -293,14 +296,6 @@ class GefenMuon(Gefen):
                     f"{where} was made with ns_schedule={coefficients!r}, which this optimizer was not given: pass the "
                     "same list as ns_schedule to load it"
                 )
-
-    def offload_state_(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: a matrix is orthogonalised whole, and its momentum stays beside it."""
-        raise OffloadUnsupportedError(
-            OffloadReason.OPTIMIZER,
-            f"{type(self).__name__} does not stream its state: it steps whole matrices. Keep it resident, or give the "
-            "parameters to Gefen, whose offload_state_() does",
-        )
 
 
 def _blank_levels(device: torch.device) -> Levels:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +16,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from gefen_offload import Gefen, OffloadUnsupportedError
+from gefen_offload import Gefen, GefenMuon, GefenMuonHybrid, OffloadUnsupportedError
+from gefen_offload.offload.session import Poison
 from support.corpus import batch
 from support.gpt import GPTShape, build
+from support.simulated import SimulatedAccelerator, simulated
 
 Situation = Callable[[Any], tuple[nn.Module, Any]]
 SHAPE = GPTShape(width=32, layers=1)
@@ -78,8 +82,7 @@ def only_last_rank(situation: Situation) -> Situation:
     def build_it(context: Any) -> tuple[nn.Module, Any]:
         if context.rank == context.world - 1:
             return situation(context)
-        model = network(context)
-        return model, Gefen(model.named_parameters())
+        return alone(context)
 
     return build_it
 
@@ -89,6 +92,20 @@ def sharded_alone(context: Any) -> tuple[nn.Module, Gefen]:
     model = network(context)
     fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, context.device.type))
     return model, Gefen(model.named_parameters())
+
+
+def alone(context: Any) -> tuple[nn.Module, Gefen]:
+    """A replica that no wrapper joins to the others."""
+    model = network(context)
+    return model, Gefen(model.named_parameters())
+
+
+def trained_alone(context: Any) -> tuple[nn.Module, Gefen]:
+    """The same after one step: there is state."""
+    model, optimizer = alone(context)
+    model(*batch(0, 2, SHAPE.length, context.device)).backward()
+    optimizer.step()
+    return model, optimizer
 
 
 def aliased(context: Any) -> tuple[nn.Module, Gefen]:
@@ -113,17 +130,89 @@ def different_weights(context: Any) -> tuple[nn.Module, Gefen]:
     return model, Gefen(model.named_parameters())
 
 
+class Tagged(nn.Parameter):
+    """A subclass of Parameter."""
+
+
+def subclass(context: Any) -> tuple[nn.Module, Gefen]:
+    """One parameter that is more than a tensor."""
+    model = network(context)
+    named = dict(model.named_parameters())
+    name, last = named.popitem()
+    return model, Gefen([*named.items(), (name, Tagged(last.detach().clone()))])
+
+
+def flat(context: Any) -> tuple[nn.Module, Gefen]:
+    """One parameter that says it is FSDP1's."""
+    model, optimizer = alone(context)
+    next(model.parameters())._is_flat_param = True
+    return model, optimizer
+
+
+def other_groups(context: Any) -> tuple[nn.Module, Gefen]:
+    """Groups that something took parameters from, as ZeRO does."""
+    model, optimizer = trained_alone(context)
+    del optimizer.param_groups[0]["params"][-1:]
+    return model, optimizer
+
+
+def custom_state(context: Any) -> tuple[nn.Module, Gefen]:
+    """A tensor that somebody keeps in the state."""
+    model, optimizer = trained_alone(context)
+    optimizer.state[next(model.parameters())]["ema"] = torch.zeros(3, device=context.device)
+    return model, optimizer
+
+
+def capturable(context: Any) -> tuple[nn.Module, Gefen]:
+    """Counters on the device."""
+    model = network(context)
+    return model, Gefen(model.named_parameters(), capturable=True)
+
+
+def on_the_host(context: Any) -> tuple[nn.Module, Gefen]:
+    """A model that was not moved to the device."""
+    model = build(SHAPE, seed=5, device="cpu")
+    return model, Gefen(model.named_parameters())
+
+
+def muon(context: Any) -> tuple[nn.Module, GefenMuon]:
+    """Muon for the matrices."""
+    model = network(context)
+    return model, GefenMuon([(n, p) for n, p in model.named_parameters() if p.ndim == 2])
+
+
+def hybrid(context: Any) -> tuple[nn.Module, GefenMuonHybrid]:
+    """Muon for the hidden matrices, Gefen for everything else."""
+    model = DistributedDataParallel(network(context))
+    return model, GefenMuonHybrid(model.module, 1e-2)
+
+
+def poisoned(context: Any) -> tuple[nn.Module, Gefen]:
+    """State that an earlier copy back left unfit."""
+    model, optimizer = trained_alone(context)
+    optimizer._offload = Poison("an earlier copy back failed")
+    return model, optimizer
+
+
+def attempt_streamed(context: Any, situation: Situation) -> dict[str, Any]:
+    """Worker: as `attempt`; on a CPU rank its parameters stand for an accelerator's."""
+    with contextlib.nullcontext() if context.device.type == "cuda" else simulated(SimulatedAccelerator()):
+        return attempt(context, situation)
+
+
 def attempt(context: Any, situation: Situation) -> dict[str, Any]:
-    """Worker: activate offload in `situation`; the refusal, and whether anything changed."""
+    """Worker: activate offload in `situation`; the refusal, after how many seconds, and whether anything changed."""
     _, optimizer = situation(context)
     before = frozen(optimizer)
     context.mark("offload")
+    begun = time.monotonic()
     try:
         optimizer.offload_state_()
     except OffloadUnsupportedError as error:
         answer = {"code": error.reason.value, "message": str(error)}
     else:
         answer = {"code": None, "message": ""}
+    answer["seconds"] = time.monotonic() - begun
     return {**answer, "active": optimizer.state_offload_active, "before": before, "after": frozen(optimizer)}
 
 

@@ -78,17 +78,7 @@ class Traveller:
     def __init__(self, context: Any, case: Case, path: str, marks: Marking) -> None:
         self.context, self.path, self.marks = context, path, marks
         self.run = Run(case, context.rank, context.world, context.device, True, context.mark)
-        self._mark_updates()
         self.journal = Journal(self.run.load(path) if os.path.exists(path) else 0)
-
-    def _mark_updates(self) -> None:
-        update = self.run.optimizer._update
-
-        def marked(staged: Any) -> None:
-            self.marks.mark("update")
-            update(staged)
-
-        self.run.optimizer._update = marked
 
     def go(self, advance: Callable[[Traveller, int], int]) -> Journal:
         """Every step from where the file ends; `advance` takes one and says which is next."""
@@ -114,7 +104,7 @@ def advance(traveller: Traveller, step: int) -> int:
 
 
 def advance_or_recover(traveller: Traveller, step: int) -> int:
-    """One step. A failure that left everything as it was is tried again; after another all ranks go back to the file."""
+    """One step. A failure that changed nothing is tried again; after another all ranks go back to the file."""
     run, optimizer = traveller.run, traveller.run.optimizer
     try:
         run.advance()
@@ -155,7 +145,7 @@ def flip_a_parameter_bit(run: Run) -> None:
 
 
 def travel_apart(context: Any, case: Case, path: str, corrupt: Callable[[Run], None], at: int) -> Journal:
-    """Worker: `corrupt` one rank's run at a step, ask for everything that compares replicas, then go on from the file."""
+    """Worker: `corrupt` one rank's run at a step, do all that compares replicas, then go on from the file."""
 
     def advance_apart(traveller: Traveller, step: int) -> int:
         run, optimizer = traveller.run, traveller.run.optimizer
@@ -174,9 +164,10 @@ def travel_apart(context: Any, case: Case, path: str, corrupt: Callable[[Run], N
         ]
         identical(before, snapshot(run.model, optimizer)).check()
         optimizer.restore_state_()
-        traveller.journal.failures.append(refusal(step, optimizer, lambda: optimizer.offload_state_(policy=case.policy)))
+        activate = lambda: optimizer.offload_state_(policy=case.policy)  # noqa: E731
+        traveller.journal.failures.append(refusal(step, optimizer, activate))
         first = run.load(path)
-        optimizer.offload_state_(policy=case.policy)
+        activate()
         return first
 
     with solving_once(), marking(context) as marks:

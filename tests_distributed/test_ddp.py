@@ -12,6 +12,10 @@ ON_GLOO = [case for case in CASES if not case.uneven and case.hook is None]  # t
 PATHS = [with_path(case, fused) for case in CASES for fused in (True, False)]
 
 
+WRAPPED = ("plain-ddp", "no-sync-accumulation", "static-graph", "unused-branch", "bucket-view", "late-group")
+TWICE = [case for case in PATHS if case.id.startswith(("plain-ddp", "bfloat16-groups", "small-windows-d", "clip"))]
+
+
 def name(case: Case) -> str:
     return case.id
 
@@ -56,9 +60,9 @@ def test_offloaded_equals_resident(ranks, case):
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("case", [c for c in PATHS if not c.uneven and c.scaler_overflow_at is None], ids=name)
+@pytest.mark.parametrize("case", [c for c in PATHS if c.id.rpartition("-")[0] in WRAPPED], ids=name)
 def test_offloaded_equals_resident_on_one_gpu(ranks, case):
-    """The same at world 1, where DDP still hooks and buckets the gradients."""
+    """The same at world 1, where DDP still hooks and buckets the gradients: the rows that differ in what DDP does."""
     values = ranks.run(train_both, case).values
     check_pairs(values, case)
     check_residency(values, case)
@@ -99,6 +103,33 @@ def test_a_run_repeats_itself(ranks, case):
     """The same run twice, the same bits."""
     first, again = ranks.run(train, case, False).values[0], ranks.run(train, case, False).values[0]
     identical(first, again).check()
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("case", TWICE, ids=name)
+def test_a_run_repeats_itself_on_gpus(ranks, case):
+    """The same offloaded run twice, the same bits on each rank."""
+    for first, again in zip(ranks.run(train, case, True).values, ranks.run(train, case, True).values, strict=True):
+        identical(first, again).check()
+
+
+def pooled_and_fresh(ranks, worker, *args):
+    """Ranks that have run other tests and ranks that have not: the same bits."""
+    pooled = ranks.run(worker, *args).values
+    fresh = ranks.options(fresh=True).run(worker, *args).values
+    identical(pooled, fresh).check()
+
+
+@pytest.mark.gloo2
+def test_new_processes_repeat_it_on_the_cpu(ranks):
+    """What ran before in a process leaves no trace in a run."""
+    pooled_and_fresh(ranks, train_both_simulated, CASES[0])
+
+
+@pytest.mark.gpu2
+def test_new_processes_repeat_it_on_gpus(ranks):
+    """What ran before in a process leaves no trace in a run."""
+    pooled_and_fresh(ranks, train_both, CASES[0])
 
 
 @pytest.mark.gloo4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gefen_offload.ranks import identical
@@ -77,17 +79,75 @@ def test_resume_on_the_cpu(ranks, tmp_path):
     resumed(ranks, tmp_path, SHORT, False, False)
 
 
-@pytest.mark.gloo2
-def test_world_two_follows_world_one(ranks):
+def fused_from_plain(ranks, tmp_path):
+    """A plain resident run's file, continued by the fused kernels: offloaded as resident, to the bit."""
+    path, half = str(tmp_path / "half.pt"), SHORT.steps // 2
+    plain, fused = (replace(SHORT, optimizer={"fused": fused}) for fused in (False, True))
+    ranks.run(curve, Stretch(plain, False, save=path, save_at=half))
+    resident, offloaded = (ranks.run(curve, Stretch(fused, live, resume=path)) for live in (False, True))
+    assert losses(resident) == losses(offloaded)
+    for (_, one), (_, other) in zip(resident.values, offloaded.values, strict=True):
+        one.pop("residency"), other.pop("residency")
+        identical(one, other).check()
+
+
+@pytest.mark.gpu2
+def test_fused_continues_plain_on_two_gpus(ranks, tmp_path):
+    """The paths read each other's checkpoints, and after that offload still changes no bit."""
+    fused_from_plain(ranks, tmp_path)
+
+
+def two_and_one(ranks, offload):
     """Two ranks with one micro-batch read what one rank reads with two: the curves agree within the band."""
-    two = losses(ranks.run(curve, Stretch(SHORT, offload=False)))
-    alone = ranks.run(alone_on_rank_zero, Case(**{**vars(SHORT), "accumulate": 2})).values[0]
+    two = losses(ranks.run(curve, Stretch(SHORT, offload)))
+    alone = ranks.run(alone_on_rank_zero, replace(SHORT, accumulate=2), offload).values[0]
     assert len(two) == len(alone) == SHORT.steps
-    assert max(abs(a - b) for a, b in zip(two, alone, strict=True)) < BAND
+    check_band(two, alone)
     assert two[0] == pytest.approx(alone[0], abs=1e-6)
 
 
-def alone_on_rank_zero(context, case):
+def check_band(one, other):
+    """The curves are as close as another order of adding lets them be."""
+    assert max(abs(a - b) for a, b in zip(one, other, strict=True)) < BAND
+
+
+def alone_on_rank_zero(context, case, offload, resume=None):
     """Worker: the case as the only rank of world 1; every rank does the same, so averaging changes no gradient."""
-    run = Run(case, 0, 1, context.device, offload=False)
-    return [run.update(step).item() for step in range(case.steps)]
+    run = Run(case, 0, 1, context.device, offload)
+    first = run.load(resume) if resume else 0
+    return [run.update(step).item() for step in range(first, case.steps)]
+
+
+@pytest.mark.gloo2
+def test_world_two_follows_world_one(ranks):
+    """The same global batch on one and on two CPU ranks."""
+    two_and_one(ranks, offload=False)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
+def test_world_two_follows_world_one_on_gpus(ranks, offload):
+    """The same global batch on one and on two GPUs."""
+    two_and_one(ranks, offload)
+
+
+def another_world(ranks, tmp_path, offload):
+    """A file of two ranks continues on one with the same global batch: the rest of the curve stays within the band."""
+    path, half = str(tmp_path / "half.pt"), SHORT.steps // 2
+    two = losses(ranks.run(curve, Stretch(SHORT, offload, save=path, save_at=half)))
+    rest = ranks.run(alone_on_rank_zero, replace(SHORT, accumulate=2), offload, path).values[0]
+    check_band(two[half:], rest)
+    assert two[half] == pytest.approx(rest[0], abs=1e-6)
+
+
+@pytest.mark.gloo2
+def test_another_world_size_continues_on_the_cpu(ranks, tmp_path):
+    """World 2's checkpoint is no different from world 1's: every rank holds all of the state."""
+    another_world(ranks, tmp_path, offload=False)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
+def test_another_world_size_continues_on_gpus(ranks, tmp_path, offload):
+    """World 2's checkpoint is no different from world 1's: every rank holds all of the state."""
+    another_world(ranks, tmp_path, offload)

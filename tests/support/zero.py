@@ -27,6 +27,9 @@ def engine(context: Any, stage: int, optimizer: torch.optim.Optimizer, model: nn
     import deepspeed
 
     deepspeed.logger.setLevel("ERROR")
+    # On a new machine the first group would compile DeepSpeed's shared-memory collectives, for minutes, and whoever is
+    # killed meanwhile leaves a lock that every later group waits for. The group has Gloo's collectives already.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": stage},

@@ -213,7 +213,9 @@ def on_gpus(root: Path, scratch: Path) -> int:
     if reasons != {Reason.NO_BASELINE}:
         print(f"drill: expected NO_BASELINE alone of an unchanged copy: {found}")
         return len(PLANTS)
-    gate(clean, "baseline", "--update", str(scratch / "clean-run"))
+    made = gate(clean, "baseline", "--update", str(scratch / "clean-run"))
+    if made.returncode:
+        raise RuntimeError(f"no baseline could be made: {made.stderr[-2000:]}")
 
     def run(plant: Plant) -> tuple[Sequence[Finding], str]:
         name = f"plant-{PLANTS.index(plant)}"

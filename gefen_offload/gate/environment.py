@@ -135,7 +135,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def build(folder: Path, constraints: Path) -> None:
-    """Make the environment, torch first: the build of torch decides what else is chosen."""
+    """Make the environment, torch first: the build of torch decides what else is chosen.
+
+    With it comes what an old pip needs to build the packages that exist as source only.
+    """
     for entry in folder.iterdir():
         if entry.name not in (MARKER, LOCK):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -143,7 +146,7 @@ def build(folder: Path, constraints: Path) -> None:
     say(f"making a Python environment in {folder} (once; some minutes)")
     make(folder)
     python = str(folder / "bin" / "python")
-    install(python, "-c", str(constraints), "torch")
+    install(python, "-c", str(constraints), "torch", "setuptools", "wheel")
     install(python, "-r", str(constraints))
     finished = folder / f"{MARKER}.new"
     finished.write_text(stamp(constraints))

@@ -33,6 +33,15 @@ def test_strips_cover_a_matrix(rows: int, cols: int) -> None:
     assert plan.strips <= 256
 
 
+@given(rows=st.integers(1, 2**12), cols=st.integers(1, 2**12), blocks=st.integers(1, 2**6))
+def test_blocks_of_whole_tiles(rows: int, cols: int, blocks: int) -> None:
+    """A block has tiles of its own in the pass for row and column sums where it consists of whole ones, else none."""
+    plan = plan_factors(rows * blocks, cols)
+    tiles = plan.block_tiles(rows * cols, cols)
+    assert tiles == (rows // plan.height * plan.groups if rows % plan.height == 0 else 0)
+    assert plan.block_tiles(rows * cols + 1, cols) == 0 or cols * plan.height == 1
+
+
 def test_unavailable_says_why() -> None:
     """On the CPU, outside the interpreter, and for float64 the kernels say why they cannot run."""
     assert "float64" in str(fused.why_not(torch.device("cuda"), torch.float64))

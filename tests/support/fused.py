@@ -55,6 +55,7 @@ SMALL = (
     Case((2, 9000), 9000),
     Case((4, 4608), 9216, factored=True),
     Case((1, 9001), 9001, factored=True),
+    Case((64, 512), 2**14, factored=True),  # blocks of whole tiles of the pass for row and column sums
     Case((96,), 12, untouched=True),
     Case((40, 48), 48, factored=True, untouched=True),
     Case((48, 20), 15, factored=True, untouched=True),
@@ -71,6 +72,7 @@ LARGE = (
     Case((20, 9000), 9000),
     Case((30, 9001), 9001, factored=True),
     Case((131, 4096), 131 * 1024, factored=True),
+    Case((1024, 2048), 2**19, factored=True),
     Case((96, 2048), 3 * 2**14),
     Case((6, 50304), 2 * 50304, factored=True),
 )

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 ROW = tl.constexpr(20)  # int64 words of one piece's row in the table
+SCALE = tl.constexpr(256)  # where what finds a cell begins in the table of levels
 THRESHOLDS = tl.constexpr(264)  # where they begin in the table of levels
 SLOTS = tl.constexpr(256)  # pieces of one launch
 
@@ -68,29 +69,35 @@ def lerp(m, g, weight, NEAR: tl.constexpr):
 
 
 @triton.jit
-def divided(a, b, inverse):
-    """a / b, given inverse = 1 / b rounded: corrected once, so that it is a / b rounded but for rare last bits."""
+def products(index, levels, a, b, c):
+    """((levels[index] * a) * b) * c for the elements of one block: the 256 products are looked up in shared memory."""
+    return tl.gather(tl.load(levels + tl.arange(0, 256)) * a * b * c, index, 0)
+
+
+@triton.jit
+def divided(a, negative, inverse):
+    """a / b, given -b and 1 / b rounded: corrected once, so that it is a / b rounded but for rare last bits."""
     q = a * inverse
-    return tl.fma(tl.fma(-q, b, a), inverse, q)
+    return tl.fma(tl.fma(q, negative, a), inverse, q)
 
 
 @triton.jit
 def divisor_of(largest):
-    """For m / largest: a power of two that brings `largest` into a safe range, its product, and the reciprocal of that.
+    """For m / largest: a power of two that brings `largest` into a safe range, minus their product, and its reciprocal.
 
     Blocks of zeros divide by one. Three multiplications an element then do what `div_rn` needs a branch for.
     """
     scale = tl.where(largest < 5.421010862427522e-20, 7.922816251426434e28, 1.0)
     scale = tl.where(largest > 1.8446744073709552e19, 5.421010862427522e-20, scale)
     divisor = tl.where(largest == 0.0, 1.0, largest * scale)
-    return scale, divisor, tl.div_rn(1.0, divisor)
+    return scale, -divisor, tl.div_rn(1.0, divisor)
 
 
 @triton.jit
-def nearest(x, levels, bins, STEPS: tl.constexpr):
-    """The index of the level nearest to x, of [-1, 1], and that level: how many thresholds are below x (see tables.py).
+def nearest(x, levels, cells, STEPS: tl.constexpr):
+    """The index of the level nearest to x, of [-1, 1]: how many thresholds are below x (see tables.py).
 
-    `bins` says how many thresholds lie below a cell of width 1/2048; inside one there are at most STEPS to compare.
+    A cell says how many lie below it and which one is next; inside it there are at most STEPS to compare.
     STEPS = 0 means that there may be many: then a binary search.
     """
     if STEPS == 0:
@@ -98,21 +105,15 @@ def nearest(x, levels, bins, STEPS: tl.constexpr):
         for step in tl.static_range(8):
             half = 128 >> step
             found += tl.where(x > tl.load(levels + found + (THRESHOLDS + half - 1)), half, 0)
-        level = tl.load(levels + found)
     else:
         # Adding 2**23 leaves the nearest integer in the low bits; the mask keeps what is not a number inside the table.
-        cell = tl.fma(x, 2048.0, 8390656.0).to(tl.int32, bitcast=True) & 0x1FFF
-        found = tl.load(bins + cell).to(tl.int32)
-        near = levels + found
-        above = x > tl.load(near + THRESHOLDS)
-        if STEPS == 1:
-            level = tl.where(above, tl.load(near + 1), tl.load(near))
-            found += above.to(tl.int32)
-        else:
-            for step in tl.static_range(STEPS):
-                found += (x > tl.load(near + (THRESHOLDS + step))).to(tl.int32)
-            level = tl.load(levels + found)
-    return found, level
+        cell = tl.fma(x, tl.load(levels + SCALE), tl.load(levels + SCALE + 1)).to(tl.int32, bitcast=True) & 0x1FFF
+        entry = tl.load(cells + cell.to(tl.uint32))
+        below = (entry >> 32).to(tl.int32)
+        found = below + (x > entry.to(tl.int32).to(tl.float32, bitcast=True)).to(tl.int32)
+        for step in tl.static_range(1, STEPS):
+            found += (x > tl.load(levels + below + (THRESHOLDS + step))).to(tl.int32)
+    return found
 
 
 @triton.jit
@@ -147,34 +148,43 @@ def stepsize_of(v, scale, inverse1, eps):
 
 @triton.jit
 def rough_root(v):
-    """1 / sqrt(v) to about a last bit, for v >= 1e-38."""
+    """1 / sqrt(|v|) to about a last bit, for |v| >= 1e-38."""
     if INTERPRETED:
-        return tl.rsqrt(v)
-    return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], tl.float32, True, 1)
+        return tl.rsqrt(tl.abs(v))
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 a; abs.f32 a, $1; rsqrt.approx.ftz.f32 $0, a; }", "=f,f", [v], tl.float32, True, 1
+    )
 
 
 @triton.jit
 def rough_inverse(d):
-    """1 / d to about a last bit."""
+    """1 / |d| to about a last bit."""
     if INTERPRETED:
-        return tl.div_rn(1.0, d)
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
+        return tl.div_rn(1.0, tl.abs(d))
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 a; abs.f32 a, $1; rcp.approx.ftz.f32 $0, a; }", "=f,f", [d], tl.float32, True, 1
+    )
 
 
 @triton.jit
-def inverse_roots(v, scale, eps):
-    """1 / (sqrt(v) scale + eps) to the last bits, for v >= 1e-38: without the branches of `sqrt_rn` and `div_rn`."""
-    y = rough_root(v)
-    root = v * y
-    root = tl.fma(tl.fma(-root, root, v), 0.5 * y, root) * scale + eps
-    inverse = rough_inverse(root)
-    return tl.fma(tl.fma(-root, inverse, 1.0), inverse, inverse)
+def half_inverse(negative, scale, eps):
+    """0.5 / (sqrt(v) scale + eps) to the last bits, given -v, for v >= 1e-38.
+
+    Without the branches of `sqrt_rn` and `div_rn`: each approximation is corrected once by what it leaves. Twice the
+    root's correction is that over the root, and doubling is exact, so the double is what is computed; with the sign
+    turned, as a negation would be an operation of its own.
+    """
+    y = rough_root(negative)
+    root = negative * y
+    twice = tl.fma(tl.fma(root, root, negative) * scale, y, tl.fma(root, 2.0 * scale, -2.0 * eps))
+    inverse = rough_inverse(twice)
+    return tl.fma(tl.fma(twice, inverse, 1.0), inverse, inverse)
 
 
 @triton.jit
-def applied(p, change, decay, PARAMETER: tl.constexpr, DECAYS: tl.constexpr):
+def applied(p, change, decay, PARAMETER: tl.constexpr):
     """p (1 - lr wd), rounded; then p - lr update, rounded once."""
-    if DECAYS:
+    if decay != 1.0:
         p = rounded(p * decay, PARAMETER).to(tl.float32)
     return rounded(p - change, PARAMETER)
 

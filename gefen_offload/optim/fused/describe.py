@@ -35,7 +35,6 @@ class StepKind(NamedTuple):
     exact: bool
     aligned: int
     near: bool  # 1 - beta1 is below a half
-    decays: bool
 
 
 class FactorKind(NamedTuple):
@@ -44,7 +43,10 @@ class FactorKind(NamedTuple):
     height: int
     width: int
     gradient: torch.dtype
+    exact: bool
     aligned: int
+    momentum: bool  # blocks are such that the largest |m| can be taken as well
+    near: bool
 
 
 class Row(NamedTuple):
@@ -70,12 +72,13 @@ class Outline:
     """What is the same for all pieces of one shape: it is worked out once, as a step has many of them."""
 
     plan: BlockPlan
-    kinds: dict[tuple[int, bool, bool], StepKind]  # by alignment, near, decays
-    programs: tuple[int, int]
+    kinds: dict[tuple[int, bool], StepKind]  # by alignment, near
+    programs: tuple[int, int, int]
     split: int
     magic: int
     partials: int
     results: int
+    block_slots: int  # of a block in the pass that takes row and column sums, where that can take them
 
 
 Outlines = dict[tuple[torch.dtype, torch.dtype, int, int, int], Outline]
@@ -86,16 +89,19 @@ def outline_of(parameter: torch.dtype, gradient: torch.dtype, period: int, block
     plan = plan_blocks(period, cols)
     exact = plan.length == plan.width and period % plan.length == 0
     common = (plan.long, plan.width, plan.blocks, plan.moment, parameter, gradient, exact)
-    kinds = {key: StepKind(*common, *key) for key in product((1, 2, 4, 8, 16), (False, True), (False, True))}
+    kinds = {key: StepKind(*common, *key) for key in product((1, 2, 4, 8, 16), (False, True))}
     tiles = -(-blocks * max(1, plan.parts) // plan.blocks)
+    programs = -(-tiles // TILES)
+    block_slots = plan_factors(blocks * period // cols, cols).block_tiles(period, cols) if cols and plan.long else 0
     return Outline(
         plan,
         kinds,
-        (-(-tiles // TILES), blocks),
+        (programs, blocks, programs),
         plan.length | plan.parts << 32,
         min(-(-(2**32) // cols), 2**32 - 1) if cols else 0,
-        2 * blocks * plan.parts,
+        2 * blocks * max(plan.parts, block_slots),
         4 * blocks if plan.long else 0,
+        block_slots,
     )
 
 
@@ -122,16 +128,12 @@ class Description:
         scalars = self._scalars.get((id(work.scalars), factored)) or self._pack(work.scalars, factored)
         offset = position * gradient.itemsize
         gradient_at = gradient.data_ptr() + offset
-        indices_at = tensors["m_codebook"].data_ptr()
+        indices_at, magnitudes_at = tensors["m_codebook"].data_ptr(), tensors["m_magnitude"].data_ptr()
         addresses = parameter_at | gradient_at | indices_at
         if factored:
             v_col = tensors["v_col"]
             moments_at, columns_at, cols = tensors["v_row"].data_ptr(), v_col.data_ptr(), v_col.numel()
             addresses |= columns_at
-            mean = self._means.get(id(work))
-            if mean is None:
-                rows = work.blocks * period // cols
-                mean = self._add_matrix(work, (rows, cols), (moments_at, columns_at), first, scalars)
         else:
             moments_at, columns_at, cols, mean = tensors["vmean"].data_ptr(), 0, 0, 0
         key = (parameter.dtype, gradient.dtype, period, blocks, cols)
@@ -141,11 +143,21 @@ class Description:
         partials = self.floats
         results = partials + outline.partials
         self.floats = (results + outline.results + 3) & -4
+        programs, slots = outline.programs, outline.plan.parts
+        if factored:
+            if id(work) not in self._means:
+                shape, possible = (work.blocks * period // cols, cols), outline.block_slots > 0
+                taken = possible and blocks == work.blocks and indices_at % 16 == 0
+                state = (moments_at, columns_at, indices_at, magnitudes_at, partials)
+                self._add_matrix(work, shape, state, first, possible, taken, scalars)
+                if taken:
+                    programs, slots = (0, *programs[1:]), outline.block_slots
+            mean = self._means[id(work)]
         row = _WORDS.pack(
             parameter_at,
             gradient_at,
             indices_at,
-            tensors["m_magnitude"].data_ptr(),
+            magnitudes_at,
             moments_at,
             columns_at,
             blocks,
@@ -157,28 +169,37 @@ class Description:
             outline.split,
             partials,
             results,
-            0,
+            slots,
         )
         aligned = alignment_of(period, blocks, outline.plan, addresses)
-        near, decays = hyper_kind(work.scalars)
-        kind = outline.kinds[aligned, near, decays]
+        kind = outline.kinds[aligned, nearer_to_momentum(work.scalars)]
         group = self.steps.get(kind)
         if group is None:
             group = self.steps[kind] = Group(outline.plan.warps)
         group.rows.append(Row(row + scalars, work, 1, offset))
-        group.programs.append(outline.programs)
+        group.programs.append(programs)
 
     def _add_matrix(
-        self, work: Work, shape: tuple[int, int], averages: tuple[int, int], first: int, scalars: bytes
-    ) -> int:
-        """Describe a matrix's row and column averages, taken anew on its first piece; return where its mean lies."""
+        self,
+        work: Work,
+        shape: tuple[int, int],
+        state: tuple[int, int, int, int, int],
+        first: int,
+        momentum: bool,
+        taken: bool,
+        scalars: bytes,
+    ) -> None:
+        """Describe a matrix's row and column averages, taken anew on its first piece.
+
+        `momentum`: that pass can take the largest |m| as well. `taken`: it does, and leaves them from `state[-1]` on.
+        """
         rows, cols = shape
         gradient = work.gradient
         plan = plan_factors(rows, cols)
         fresh = plan.groups if first == 0 else 0
         mean = self._means[id(work)] = self._take(1)
         row = _WORDS.pack(
-            *averages,
+            *state[:2],
             gradient.data_ptr(),
             rows,
             cols,
@@ -188,17 +209,20 @@ class Description:
             self._take(-(-rows // 512)),
             mean,
             fresh,
-            *[0] * 5,
+            *state[2:4],
+            work.period // cols if taken else 0,
+            state[4],
+            0,
         )
         aligned = 16 if cols % 16 == 0 and gradient.data_ptr() % 16 == 0 else 1
-        kind = FactorKind(plan.height, plan.width, gradient.dtype, aligned)
+        near = momentum and nearer_to_momentum(work.scalars)
+        kind = FactorKind(plan.height, plan.width, gradient.dtype, plan.exact(rows, cols), aligned, momentum, near)
         group = self.factors.get(kind)
         if group is None:
             group = self.factors[kind] = Group(plan.warps)
         group.rows.append(Row(row + scalars, work, 2, 0))
         columns = 1 + (-(-cols // 128) if fresh else 0)
         group.programs.append((plan.strips * plan.groups if fresh else 0, -(-rows // 512), columns))
-        return mean
 
     def _take(self, floats: int) -> int:
         """The position of `floats` new floats of scratch, a multiple of 4."""
@@ -210,9 +234,9 @@ class Description:
         return packed
 
 
-def hyper_kind(scalars: Scalars) -> tuple[bool, bool]:
-    """Which kernels hyper-parameters need: whether 1 - beta1 is below a half, and whether there is decay."""
-    return scalars.beta1 > 0.5, bool(scalars.decay != 1)
+def nearer_to_momentum(scalars: Scalars) -> bool:
+    """Whether 1 - beta1 is below a half: torch's lerp then begins at the momentum, else at the gradient."""
+    return scalars.beta1 > 0.5
 
 
 def pack_scalars(scalars: Scalars, factored: bool) -> bytes:

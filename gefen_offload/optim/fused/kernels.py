@@ -1,10 +1,13 @@
 """The update kernels: blocks that fit in a tile in one pass, longer ones in three launches.
 
-A launch steps many pieces. Each has a row of 20 words in a table; see `Description.add` for what they hold. A tile is
-BLOCKS segments of up to WIDTH elements: whole blocks in the short kernel, parts of blocks in the long ones.
-Tiles are (WIDTH, BLOCKS): with the elements that lie side by side along the first axis, the compiler gives the look-ups
-in the tables the layout of the loads, and nothing is exchanged between threads. What a block's result depends on is the
-block alone, so neither the pieces nor the launches they are grouped into matter.
+A launch steps many pieces. Each has a row of 20 words in a table; see `Description.add` for what they hold. A program
+takes TILES tiles, one after the other. In the short kernel a tile is BLOCKS whole blocks of up to WIDTH elements, in
+the long ones it is one segment of a block.
+
+[Note: flat] A tile's elements are one axis, whatever blocks they belong to: then the compiler gives the look-ups in the
+tables the layout of the loads, and nothing is exchanged between threads. Only where a tile has several blocks do their
+values pass through a second axis. What a block's result depends on is the block alone, so neither the pieces nor the
+launches they are grouped into matter.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -23,10 +26,11 @@ from gefen_offload.optim.fused.arithmetic import (
     divided,
     divisor_of,
     find_piece,
-    inverse_roots,
+    half_inverse,
     lerp,
     magnitude_bits,
     nearest,
+    products,
     rows_within,
     square,
     stepsize_of,
@@ -34,7 +38,9 @@ from gefen_offload.optim.fused.arithmetic import (
 
 # Words of a row; the hyper-parameters are float32, counted in half words.
 GRADIENTS, INDICES, MAGNITUDES, MOMENTS, COLUMNS = (tl.constexpr(word) for word in range(1, 6))
-COUNT, PERIOD, POSITION, COLS, MEAN, MAGIC, SPLIT, PARTIALS, RESULTS = (tl.constexpr(word) for word in range(6, 15))
+COUNT, PERIOD, POSITION, COLS, MEAN, MAGIC, SPLIT, PARTIALS, RESULTS, BLOCK_SLOTS = (
+    tl.constexpr(word) for word in range(6, 16)
+)
 WEIGHT, BETA2, REST2, EPS, DECAY, LR, INVERSE1, INVERSE2 = (tl.constexpr(half) for half in range(32, 40))
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
@@ -45,42 +51,119 @@ ANYWHERE = tl.constexpr(2)  # factored, with segments that may cross rows
 
 
 @triton.jit
+def _spread(value, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """A value of each of a tile's blocks for the blocks' elements."""
+    if BLOCKS > 1:
+        value = tl.reshape(tl.broadcast_to(value[:, None], (BLOCKS, WIDTH)), (BLOCKS * WIDTH,))
+    return value
+
+
+@triton.jit
+def _by_block(x, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """A tile's elements with those of each block along the last axis."""
+    if BLOCKS > 1:
+        x = tl.reshape(x, (BLOCKS, WIDTH))
+    return x
+
+
+@triton.jit
+def _products(index, levels, magnitude, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """Each element's level times its block's magnitude; for a block with many, looked up among 256 products."""
+    if BLOCKS == 1 and WIDTH >= 1024:
+        product = products(index, levels, magnitude, 1.0, 1.0)
+    else:
+        product = tl.load(levels + index.to(tl.uint32)) * _spread(magnitude, WIDTH, BLOCKS)
+    return product
+
+
+@triton.jit
+def _changes(index, levels, magnitude, stepsize, lr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """The same times the blocks' step size and the learning rate, in this order."""
+    if BLOCKS == 1 and WIDTH >= 1024:
+        change = products(index, levels, magnitude, stepsize, lr)
+    else:
+        change = _products(index, levels, magnitude, WIDTH, BLOCKS) * _spread(stepsize, WIDTH, BLOCKS) * lr
+    return change
+
+
+@triton.jit
+def _quantised(m, largest, levels, cells, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr):
+    """The indices of the levels nearest to m / largest."""
+    scale, negative, inverse = divisor_of(largest)
+    if BLOCKS == 1:
+        if scale != 1.0:
+            m *= scale
+    else:
+        m *= _spread(scale, WIDTH, BLOCKS)
+    x = divided(m, _spread(negative, WIDTH, BLOCKS), _spread(inverse, WIDTH, BLOCKS))
+    return nearest(x, levels, cells, STEPS)
+
+
+@triton.jit
+def _matrix(words, floats, scratch, begin, ALIGNED: tl.constexpr):
+    """What a tile that begins at the piece's element `begin` needs of its matrix.
+
+    Where its first row's average is, and its first column; where the columns' averages are, how many, and what divides
+    by that; and minus what turns a product of two averages into V/bc2.
+    """
+    position = tl.load(words + POSITION) + begin
+    cols = tl.load(words + COLS)
+    top = position // cols
+    mean = tl.load(scratch + tl.load(words + MEAN))
+    share = tl.minimum(tl.div_rn(tl.load(floats + INVERSE2), mean), LARGEST)  # mean is tiny where every row is zero
+    return (
+        address(words + MOMENTS, tl.float32, 1) + top,
+        (position - top * cols).to(tl.int32),
+        address(words + COLUMNS, tl.float32, ALIGNED),
+        cols.to(tl.int32),
+        tl.load(words + MAGIC),
+        -share,
+    )
+
+
+@triton.jit
+def _moved_on(matrix, elements):
+    """The same from `elements` elements on, at most 2**13."""
+    rows, col, columns, cols, magic, share = matrix
+    col += elements
+    crossed = rows_within(col, cols, magic)
+    return rows + crossed, col - crossed * cols, columns, cols, magic, share
+
+
+@triton.jit
 def _factored_stepsize(
-    words,
-    floats,
-    means,
-    start,
+    matrix,
     local,
-    lanes,
-    within,
     inside,
+    segments,
+    within,
+    eps,
+    inverse1,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
     MOMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    SPACED: tl.constexpr,
 ):
-    """(1/bc1) / (sqrt(V/bc2) + eps) of each element of a tile, which begins at the piece's element `start` (int64)."""
-    rows = address(words + MOMENTS, tl.float32, 1)
-    columns = address(words + COLUMNS, tl.float32, ALIGNED)
-    position = start + tl.load(words + POSITION)
-    cols = tl.load(words + COLS)
-    magic = tl.load(words + MAGIC)
-    top = position // cols
-    j = (position - top * cols).to(tl.int32) + local
-    cols = cols.to(tl.int32)
-    row = rows_within(j, cols, magic)
-    col = j - row * cols
-    mean = tl.load(means + tl.load(words + MEAN))
-    share = tl.minimum(tl.div_rn(tl.load(floats + INVERSE2), mean), LARGEST)  # mean is tiny where every row is zero
-    if MOMENT == ALONG_ROWS:  # local is the segments' beginnings: (BLOCKS,)
-        if ALIGNED == 16 and SPACED:
-            col = tl.multiple_of(col, 16)
-        r = tl.load(rows + top + row, mask=within, other=0.0) * share
-        c = tl.load(columns + (lanes[:, None] + col[None, :]), mask=inside, other=0.0)
-        v = tl.fma(r[None, :], c, 1.2e-38)
+    """(1/bc1) / (sqrt(V/bc2) + eps) of each element of a tile that begins where `matrix` does."""
+    rows, first, columns, cols, magic, share = matrix
+    if MOMENT == ALONG_ROWS and BLOCKS == 1:
+        col = first + local
+        if ALIGNED == 16:
+            col = tl.max_contiguous(tl.multiple_of(col, 16), WIDTH)
+        r = tl.load(rows) * share
     else:
-        r = tl.load(rows + top + row, mask=inside, other=0.0) * share
-        v = tl.fma(r, tl.load(columns + col, mask=inside, other=0.0), 1.2e-38)
-    return inverse_roots(v, 1.0, tl.load(floats + EPS)) * tl.load(floats + INVERSE1)
+        j = first + (segments if MOMENT == ALONG_ROWS else local)
+        row = rows_within(j, cols, magic)
+        col = j - row * cols
+        if MOMENT == ALONG_ROWS:
+            r = _spread(tl.load(rows + row, mask=within, other=0.0) * share, WIDTH, BLOCKS)
+            col = _spread(col, WIDTH, BLOCKS) + tl.arange(0, WIDTH * BLOCKS) % WIDTH
+            if ALIGNED == 16 and WIDTH >= 16:
+                col = tl.max_contiguous(tl.multiple_of(col, 16), 16)
+        else:
+            r = tl.load(rows + row, mask=inside, other=0.0) * share
+    v = tl.fma(r, tl.load(columns + col, mask=inside, other=0.0), -1.2e-38)
+    return half_inverse(v, 1.0, eps) * (2.0 * inverse1)
 
 
 @triton.jit(do_not_specialize=["row", "start"])
@@ -91,7 +174,7 @@ def step_short(
     row,
     start,
     levels,
-    bins,
+    cells,
     scratch,
     PARAMETER: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -102,94 +185,95 @@ def step_short(
     ALIGNED: tl.constexpr,
     STEPS: tl.constexpr,
     NEAR: tl.constexpr,
-    DECAYS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Step BLOCKS whole blocks of at most WIDTH elements; EXACT: the period is WIDTH."""
     piece, group = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
+    count = tl.load(words + COUNT).to(tl.int32)
     period = tl.load(words + PERIOD).to(tl.int32)
+    elements = tl.arange(0, WIDTH * BLOCKS)
+    lanes = elements % WIDTH
+    segments = tl.arange(0, BLOCKS)
     if EXACT:
         period = WIDTH
-    elif ALIGNED == 16:
-        period = tl.multiple_of(period, 16)
-    tiles = ((tl.load(words + COUNT) + BLOCKS - 1) // BLOCKS).to(tl.int32)
-    for step in range(tl.minimum(tiles - group * TILES, TILES)):
-        tile = group * TILES + step
-        first = tile.to(tl.int64) * BLOCKS
-        begin = first * period
-        block = first + tl.arange(0, BLOCKS)
-        lanes = tl.arange(0, WIDTH)
-        within = block < tl.load(words + COUNT)
-        segments = tl.arange(0, BLOCKS) * period
-        if ALIGNED == 16 and not EXACT:
-            segments = tl.multiple_of(segments, 16)
-        local = lanes[:, None] + segments[None, :]
-        inside = within[None, :] & (lanes < period)[:, None]
+        local = elements
+    else:
+        if ALIGNED == 16:
+            period = tl.multiple_of(period, 16)
+        local = elements // WIDTH * period + lanes
+    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+    AXIS: tl.constexpr = 0 if BLOCKS == 1 else 1
+    block = group * (TILES * BLOCKS)
+    begin = block.to(tl.int64) * period
+    gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
+    indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED) + begin
+    parameters = address(words, PARAMETER, ALIGNED) + begin
+    if MOMENT != BLOCK_MOMENT:
+        matrix = _matrix(words, floats, scratch, begin, ALIGNED)
+    weight, decay, lr = tl.load(floats + WEIGHT), tl.load(floats + DECAY), tl.load(floats + LR)
+    eps, inverse1 = tl.load(floats + EPS), tl.load(floats + INVERSE1)
+    for _ in range(tl.minimum(tl.cdiv(count - block, BLOCKS), TILES)):
+        places = block if BLOCKS == 1 else block + segments
+        within = places < count
+        inside = (block + elements // WIDTH < count) & (lanes < period)
         if EXACT and BLOCKS == 1:  # a program has no tile but whole ones
-            inside = tl.full([WIDTH, BLOCKS], True, tl.int1)
-        INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
-        gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
-        indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED) + begin
-        parameters = address(words, PARAMETER, ALIGNED) + begin
-        magnitudes = address(words + MAGNITUDES, tl.float32, 1) + block
-
-        g = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
+            inside = tl.full([WIDTH], True, tl.int1)
+        g = tl.load(gradients + local, mask=inside, other=0).to(tl.float32)
         index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
-        p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        p = tl.load(parameters + local, mask=inside, other=0).to(tl.float32)
+        # [Note: shared values] Several warps hold one block's value. All of them must have read it before one of them
+        # writes it: reads come before the reductions, whose barriers part them from the writes.
+        magnitudes = address(words + MAGNITUDES, tl.float32, 1) + places
+        moments = address(words + MOMENTS, tl.float32, 1) + places
         magnitude = tl.load(magnitudes, mask=within, other=0.0)
-
         if MOMENT == BLOCK_MOMENT:
-            # [Note: shared values] Several warps hold one block's value. All of them must have read it before one of
-            # them writes it: reads come before the reductions, whose barriers part them from the writes.
-            moments = address(words + MOMENTS, tl.float32, 1) + block
             v = tl.load(moments, mask=within, other=0.0)
-        m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT), NEAR)
+        m = lerp(_products(index, levels, magnitude, WIDTH, BLOCKS), g, weight, NEAR)
         if not EXACT:
             m = tl.where(inside, m, 0.0)
-        largest = tl.max(magnitude_bits(m), 0).to(tl.float32, bitcast=True)
-        scale, divisor, inverse = divisor_of(largest)
-        x = divided(m * scale[None, :], divisor[None, :], inverse[None, :])
-        index, level = nearest(x, levels, bins, STEPS)
+        largest = tl.max(_by_block(magnitude_bits(m), WIDTH, BLOCKS), AXIS).to(tl.float32, bitcast=True)
+        if MOMENT == BLOCK_MOMENT:
+            mean = block_mean(tl.sum(_by_block(square(g, GRADIENT), WIDTH, BLOCKS), AXIS), period, GRADIENT)
+        index = _quantised(m, largest, levels, cells, WIDTH, BLOCKS, STEPS)
         tl.store(indices + local, index.to(tl.uint8), mask=inside)
         tl.store(magnitudes, largest, mask=within)
         if MOMENT == BLOCK_MOMENT:
-            total = tl.sum(square(g, GRADIENT), 0)
-            v = averaged(v, block_mean(total, period, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
+            v = averaged(v, mean, tl.load(floats + BETA2), tl.load(floats + REST2))
             tl.store(moments, v, mask=within)
-            stepsize = stepsize_of(v, tl.load(floats + INVERSE2), tl.load(floats + INVERSE1), tl.load(floats + EPS))
-            stepsize = stepsize[None, :]
-        elif MOMENT == ALONG_ROWS:
-            stepsize = _factored_stepsize(
-                words, floats, scratch, begin, segments, lanes, within, inside, MOMENT, ALIGNED, WIDTH >= 16
-            )
+            stepsize = stepsize_of(v, tl.load(floats + INVERSE2), inverse1, eps)
+            change = _changes(index, levels, largest, stepsize, lr, WIDTH, BLOCKS)
         else:
+            steps = segments * period
             stepsize = _factored_stepsize(
-                words, floats, scratch, begin, local, lanes, within, inside, MOMENT, ALIGNED, False
+                matrix, local, inside, steps, within, eps, inverse1, WIDTH, BLOCKS, MOMENT, ALIGNED
             )
-        change = level * largest[None, :] * stepsize * tl.load(floats + LR)
-        new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
-        tl.store(parameters + local, new, mask=inside)
+            matrix = _moved_on(matrix, BLOCKS * period)
+            change = _products(index, levels, largest, WIDTH, BLOCKS) * stepsize * lr
+        tl.store(parameters + local, applied(p, change, decay, PARAMETER), mask=inside)
+        block += BLOCKS
+        gradients += BLOCKS * period
+        indices += BLOCKS * period
+        parameters += BLOCKS * period
 
 
 @triton.jit
-def _long_tile(words, tile, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The tile's segments, their blocks, their first elements in the piece, and which lanes they fill."""
+def _segments_of(words, group, ALIGNED: tl.constexpr, TILES: tl.constexpr):
+    """How many segments this program takes, the first one's block and part of it, and a segment's and block's length.
+
+    Segments of ALONG_ROWS are all of one length; of others the last of a block may be shorter.
+    """
+    length = (tl.load(words + SPLIT) & 0xFFFFFFFF).to(tl.int32)
+    per_block = (tl.load(words + SPLIT) >> 32).to(tl.int32)
     period = tl.load(words + PERIOD)
-    length = tl.load(words + SPLIT) & 0xFFFFFFFF
-    per_block = tl.load(words + SPLIT) >> 32
-    segment = tile.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    block = segment // per_block
-    part = segment - block * per_block
-    begin = block * period + part * length
+    first = group * TILES
+    many = tl.minimum(tl.load(words + COUNT).to(tl.int32) * per_block - first, TILES)
+    block = first // per_block
     if ALIGNED == 16:
-        begin = tl.multiple_of(begin, 16)
-    within = block < tl.load(words + COUNT)
-    filled = tl.where(within, tl.minimum(length, period - part * length), 0).to(tl.int32)
-    if ALIGNED == 16:
-        filled = tl.multiple_of(filled, 16)
-    return segment, block, begin, filled, within
+        length = tl.multiple_of(length, 16)
+        period = tl.multiple_of(period, 16)
+    return many, block, first - block * per_block, per_block, length, period
 
 
 @triton.jit(do_not_specialize=["row", "start"])
@@ -200,11 +284,10 @@ def long_partials(
     row,
     start,
     levels,
-    bins,
+    cells,
     scratch,
     GRADIENT: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
     MOMENT: tl.constexpr,
     EXACT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -215,26 +298,33 @@ def long_partials(
     piece, group = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
-    tiles = ((tl.load(words + COUNT) * (tl.load(words + SPLIT) >> 32) + BLOCKS - 1) // BLOCKS).to(tl.int32)
-    for step in range(tl.minimum(tiles - group * TILES, TILES)):
-        tile = group * TILES + step
-        segment, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
-        lanes = tl.arange(0, WIDTH)
-        inside = lanes[:, None] < filled[None, :]
-        if EXACT and BLOCKS == 1:
-            inside = tl.full([WIDTH, BLOCKS], True, tl.int1)
-        INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
-        local = lanes[:, None] + begin[None, :]
-        g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
-        index = tl.load(address(words + INDICES, tl.uint8, INDEX_ALIGNED) + local, mask=inside, other=0).to(tl.int32)
-        magnitude = tl.load(address(words + MAGNITUDES, tl.float32, 1) + block, mask=within, other=0.0)
-        m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT), NEAR)
-        if not (EXACT and BLOCKS == 1):
+    many, block, part, per_block, length, period = _segments_of(words, group, ALIGNED, TILES)
+    lanes = tl.arange(0, WIDTH)
+    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+    gradients = address(words + GRADIENTS, GRADIENT, ALIGNED)
+    indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED)
+    weight = tl.load(floats + WEIGHT)
+    slots = scratch + tl.load(words + PARTIALS) + (block.to(tl.int64) * per_block + part) * 2
+    for _ in range(many):
+        done = part.to(tl.int64) * length
+        begin = block.to(tl.int64) * period + done
+        inside = lanes < tl.minimum(period - done, length).to(tl.int32)
+        if EXACT:
+            inside = tl.full([WIDTH], True, tl.int1)
+        g = tl.load(gradients + begin + lanes, mask=inside, other=0).to(tl.float32)
+        index = tl.load(indices + begin + lanes, mask=inside, other=0).to(tl.int32)
+        magnitude = tl.load(address(words + MAGNITUDES, tl.float32, 1) + block)
+        m = lerp(_products(index, levels, magnitude, WIDTH, 1), g, weight, NEAR)
+        if not EXACT:
             m = tl.where(inside, m, 0.0)
-        slots = scratch + tl.load(words + PARTIALS) + segment * 2
-        tl.store(slots, tl.max(magnitude_bits(m), 0).to(tl.float32, bitcast=True), mask=within)
+        tl.store(slots, tl.max(magnitude_bits(m), 0).to(tl.float32, bitcast=True))
         if MOMENT == BLOCK_MOMENT:
-            tl.store(slots + 1, tl.sum(square(g, GRADIENT), 0), mask=within)
+            tl.store(slots + 1, tl.sum(square(g, GRADIENT), 0))
+        slots += 2
+        part += 1
+        if part == per_block:
+            part = 0
+            block += 1
 
 
 @triton.jit(do_not_specialize=["row", "start"])
@@ -245,7 +335,7 @@ def long_blocks(
     row,
     start,
     levels,
-    bins,
+    cells,
     scratch,
     GRADIENT: tl.constexpr,
     MOMENT: tl.constexpr,
@@ -255,7 +345,7 @@ def long_blocks(
     piece, block = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
-    per_block = (tl.load(words + SPLIT) >> 32).to(tl.int32)
+    per_block = tl.load(words + BLOCK_SLOTS).to(tl.int32)
     partials = scratch + tl.load(words + PARTIALS) + block.to(tl.int64) * per_block * 2
     results = scratch + tl.load(words + RESULTS) + block.to(tl.int64) * 4
     lanes = tl.arange(0, WIDTH)
@@ -289,66 +379,61 @@ def step_long(
     row,
     start,
     levels,
-    bins,
+    cells,
     scratch,
     PARAMETER: tl.constexpr,
     GRADIENT: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
     MOMENT: tl.constexpr,
     EXACT: tl.constexpr,
     ALIGNED: tl.constexpr,
     STEPS: tl.constexpr,
     NEAR: tl.constexpr,
-    DECAYS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Step segments of long blocks, whose magnitudes and second moments `long_blocks` has left in the scratch."""
     piece, group = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
-    tiles = ((tl.load(words + COUNT) * (tl.load(words + SPLIT) >> 32) + BLOCKS - 1) // BLOCKS).to(tl.int32)
-    for step in range(tl.minimum(tiles - group * TILES, TILES)):
-        tile = group * TILES + step
-        _, block, begin, filled, within = _long_tile(words, tile, WIDTH, BLOCKS, ALIGNED)
-        lanes = tl.arange(0, WIDTH)
-        inside = lanes[:, None] < filled[None, :]
-        if EXACT and BLOCKS == 1:
-            inside = tl.full([WIDTH, BLOCKS], True, tl.int1)
-        INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
-        local = lanes[:, None] + begin[None, :]
-        indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED)
-        parameters = address(words, PARAMETER, ALIGNED)
-        g = tl.load(address(words + GRADIENTS, GRADIENT, ALIGNED) + local, mask=inside, other=0.0).to(tl.float32)
-        index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
-        p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-        results = scratch + tl.load(words + RESULTS) + block * 4
-        magnitude = tl.load(results, mask=within, other=0.0)
-        largest = tl.load(results + 1, mask=within, other=0.0)
-        m = lerp(tl.load(levels + index) * magnitude[None, :], g, tl.load(floats + WEIGHT), NEAR)
-        scale, divisor, inverse = divisor_of(largest)
-        x = divided(m * scale[None, :], divisor[None, :], inverse[None, :])
-        index, level = nearest(x, levels, bins, STEPS)
-        tl.store(indices + local, index.to(tl.uint8), mask=inside)
+    many, block, part, per_block, length, period = _segments_of(words, group, ALIGNED, TILES)
+    lanes = tl.arange(0, WIDTH)
+    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
+    gradients = address(words + GRADIENTS, GRADIENT, ALIGNED)
+    indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED)
+    parameters = address(words, PARAMETER, ALIGNED)
+    results = scratch + tl.load(words + RESULTS)
+    if MOMENT != BLOCK_MOMENT:
+        begin = block.to(tl.int64) * period + part.to(tl.int64) * length
+        matrix = _matrix(words, floats, scratch, begin, ALIGNED)
+    weight, decay, lr = tl.load(floats + WEIGHT), tl.load(floats + DECAY), tl.load(floats + LR)
+    eps, inverse1 = tl.load(floats + EPS), tl.load(floats + INVERSE1)
+    for _ in range(many):
+        done = part.to(tl.int64) * length
+        begin = block.to(tl.int64) * period + done
+        filled = tl.minimum(period - done, length).to(tl.int32)
+        inside = lanes < filled
+        if EXACT:
+            inside = tl.full([WIDTH], True, tl.int1)
+        g = tl.load(gradients + begin + lanes, mask=inside, other=0).to(tl.float32)
+        index = tl.load(indices + begin + lanes, mask=inside, other=0).to(tl.int32)
+        p = tl.load(parameters + begin + lanes, mask=inside, other=0).to(tl.float32)
+        magnitude = tl.load(results + block * 4)
+        largest = tl.load(results + block * 4 + 1)
+        m = lerp(_products(index, levels, magnitude, WIDTH, 1), g, weight, NEAR)
+        index = _quantised(m, largest, levels, cells, WIDTH, 1, STEPS)
+        tl.store(indices + begin + lanes, index.to(tl.uint8), mask=inside)
         if MOMENT == BLOCK_MOMENT:
-            stepsize = tl.load(results + 2, mask=within, other=0.0)
-            stepsize = stepsize[None, :]
+            change = _changes(index, levels, largest, tl.load(results + block * 4 + 2), lr, WIDTH, 1)
         else:
-            origin = tl.min(tl.where(within, begin, 0x7FFFFFFFFFFFFFFF), 0)
-            near = (begin - origin).to(tl.int32)
-            if MOMENT == ALONG_ROWS:
-                near = tl.where(within, near, 0)
-                stepsize = _factored_stepsize(
-                    words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
-                )
-            else:
-                near = lanes[:, None] + tl.where(within, near, 0)[None, :]
-                stepsize = _factored_stepsize(
-                    words, floats, scratch, origin, near, lanes, within, inside, MOMENT, ALIGNED, True
-                )
-        change = level * largest[None, :] * stepsize * tl.load(floats + LR)
-        new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
-        tl.store(parameters + local, new, mask=inside)
+            stepsize = _factored_stepsize(matrix, lanes, inside, 0, None, eps, inverse1, WIDTH, 1, MOMENT, ALIGNED)
+            matrix = _moved_on(matrix, filled)
+            change = _products(index, levels, largest, WIDTH, 1) * stepsize * lr
+        new = applied(p, change, decay, PARAMETER)
+        tl.store(parameters + begin + lanes, new, mask=inside)
+        part += 1
+        if part == per_block:
+            part = 0
+            block += 1
 
 
 @triton.jit(do_not_specialize=["row", "start"])
@@ -359,7 +444,7 @@ def step_single(
     row,
     start,
     levels,
-    bins,
+    cells,
     scratch,
     PARAMETER: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -368,34 +453,32 @@ def step_single(
     ALIGNED: tl.constexpr,
     STEPS: tl.constexpr,
     NEAR: tl.constexpr,
-    DECAYS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Step BLOCKS blocks of one element."""
     piece, group = find_piece(starts + start)
     words += (row + piece) * ROW
     floats += (row + piece) * (2 * ROW)
-    tiles = ((tl.load(words + COUNT) + BLOCKS - 1) // BLOCKS).to(tl.int32)
+    count = tl.load(words + COUNT)
+    if ALIGNED == 16:
+        count = tl.multiple_of(count, 16)
+    tiles = tl.cdiv(count, BLOCKS).to(tl.int32)
+    local = tl.arange(0, BLOCKS)
+    INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
     for step in range(tl.minimum(tiles - group * TILES, TILES)):
-        tile = group * TILES + step
-        begin = tile.to(tl.int64) * BLOCKS
-        local = tl.arange(0, BLOCKS)
-        count = tl.load(words + COUNT)
-        if ALIGNED == 16:
-            count = tl.multiple_of(count, 16)
+        begin = (group * TILES + step).to(tl.int64) * BLOCKS
         inside = begin + local < count
-        INDEX_ALIGNED: tl.constexpr = ALIGNED if ALIGNED < 16 else 128 // GRADIENT.primitive_bitwidth
         gradients = address(words + GRADIENTS, GRADIENT, ALIGNED) + begin
         indices = address(words + INDICES, tl.uint8, INDEX_ALIGNED) + begin
         parameters = address(words, PARAMETER, ALIGNED) + begin
         magnitudes = address(words + MAGNITUDES, tl.float32, 4) + begin
         g = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
-        index = tl.load(indices + local, mask=inside, other=0).to(tl.int32)
+        index = tl.load(indices + local, mask=inside, other=0).to(tl.uint32)
         magnitude = tl.load(magnitudes + local, mask=inside, other=0.0)
         m = lerp(tl.load(levels + index) * magnitude, g, tl.load(floats + WEIGHT), NEAR)
         largest = tl.abs(m)
         x = tl.where(m > 0.0, 1.0, tl.where(m < 0.0, -1.0, 0.0))
-        index, level = nearest(x, levels, bins, STEPS)
+        index = nearest(x, levels, cells, STEPS)
         tl.store(indices + local, index.to(tl.uint8), mask=inside)
         tl.store(magnitudes + local, largest, mask=inside)
         if MOMENT == BLOCK_MOMENT:
@@ -403,14 +486,14 @@ def step_single(
             v = tl.load(moments + local, mask=inside, other=0.0)
             v = averaged(v, square(g, GRADIENT), tl.load(floats + BETA2), tl.load(floats + REST2))
             tl.store(moments + local, v, mask=inside)
-            scale = tl.load(floats + INVERSE2)
-            roots = inverse_roots(tl.maximum(v, 1.2e-38), scale, tl.load(floats + EPS))
-            stepsize = roots * tl.load(floats + INVERSE1)
+            half = half_inverse(-tl.maximum(v, 1.2e-38), tl.load(floats + INVERSE2), tl.load(floats + EPS))
+            stepsize = half * (2.0 * tl.load(floats + INVERSE1))
         else:
+            matrix = _matrix(words, floats, scratch, begin, ALIGNED)
+            eps, inverse1 = tl.load(floats + EPS), tl.load(floats + INVERSE1)
             stepsize = _factored_stepsize(
-                words, floats, scratch, begin, local, local, inside, inside, ANYWHERE, ALIGNED, False
+                matrix, local, inside, local, inside, eps, inverse1, BLOCKS, 1, ANYWHERE, ALIGNED
             )
         p = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-        change = level * largest * stepsize * tl.load(floats + LR)
-        new = applied(p, change, tl.load(floats + DECAY), PARAMETER, DECAYS)
-        tl.store(parameters + local, new, mask=inside)
+        change = tl.load(levels + index.to(tl.uint32)) * largest * stepsize * tl.load(floats + LR)
+        tl.store(parameters + local, applied(p, change, tl.load(floats + DECAY), PARAMETER), mask=inside)

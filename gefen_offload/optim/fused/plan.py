@@ -8,6 +8,7 @@ from functools import lru_cache
 
 TILE = 2048  # elements of a program, where a block is not longer
 FACTOR_TILE = 4096  # elements that a program squares at once, for row and column sums
+FACTOR_STAGES = {False: 2, True: 1}  # tiles under way there: with the largest |m| one takes all registers
 LONGEST_SHORT = 8192  # the longest block that one program holds in registers
 ELEMENTS_PER_WARP = 512
 TILES = 4  # of a program, one after the other
@@ -18,7 +19,7 @@ BLOCK_MOMENT, ALONG_ROWS, ANYWHERE = 0, 1, 2
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Tiles of `blocks` segments of at most `width` elements; a long block is `parts` segments of `length`."""
+    """Tiles of `blocks` blocks of at most `width` elements; a long block is `parts` tiles of at most `length`."""
 
     width: int
     blocks: int
@@ -52,6 +53,14 @@ class FactorPlan:
         """Warps of a program."""
         return 4
 
+    def exact(self, rows: int, cols: int) -> bool:
+        """Whether the matrix consists of whole tiles."""
+        return rows % self.height == 0 and cols % self.width == 0
+
+    def block_tiles(self, period: int, cols: int) -> int:
+        """The tiles of a block, if blocks consist of whole ones: programs take `height` x `width` at once; else 0."""
+        return period // (cols * self.height) * self.groups if period % (cols * self.height) == 0 else 0
+
 
 @lru_cache(maxsize=4096)
 def plan_blocks(period: int, cols: int) -> BlockPlan:
@@ -61,10 +70,9 @@ def plan_blocks(period: int, cols: int) -> BlockPlan:
         moment = BLOCK_MOMENT if not cols else ANYWHERE if cols % period else ALONG_ROWS
         return BlockPlan(width, max(1, TILE // width), moment, period, 0)
     if cols:
-        length = _largest_divisor(math.gcd(period, cols), LONGEST_SHORT)
+        length = _largest_divisor(math.gcd(period, cols), TILE)
         if length >= SHORTEST_ALONG:
-            width = _power_above(length)
-            return BlockPlan(width, max(1, TILE // width), ALONG_ROWS, length, period // length)
+            return BlockPlan(_power_above(length), 1, ALONG_ROWS, length, period // length)
     parts = -(-period // TILE)
     length = -(-period // (parts * 16)) * 16
     parts = -(-period // length)

@@ -27,7 +27,7 @@ from gefen_offload.optim.fused.describe import (
     Outlines,
     Row,
     StepKind,
-    hyper_kind,
+    nearer_to_momentum,
     pack_scalars,
 )
 from gefen_offload.optim.fused.launch import Kernel, Scratch, Start, Table
@@ -42,11 +42,14 @@ SCRATCH_FLOATS = 2**23  # what has been described is launched before its sums ta
 
 _NEVERS = array("i", [0x7FFFFFFF] * PIECES)
 
-_square_partials = Kernel(factors.square_partials, 80)
+_square_partials = {  # with the largest |m| or without
+    True: Kernel(factors.square_partials, 128),
+    False: Kernel(factors.square_partials, 80),
+}
 _finish_rows = Kernel(factors.finish_rows, 80)
 _finish_columns = Kernel(factors.finish_columns, 80)
 _step_single = Kernel(kernels.step_single, 64)
-_step_short = {True: Kernel(kernels.step_short, 56), False: Kernel(kernels.step_short, 64)}  # factored or not
+_step_short = Kernel(kernels.step_short, 64)
 _long_partials = Kernel(kernels.long_partials, 64)
 _long_blocks = Kernel(kernels.long_blocks, 64)
 _step_long = Kernel(kernels.step_long, 64)
@@ -133,13 +136,14 @@ class Program:
 
     def _averages(self, call: _Call, kind: FactorKind) -> list[Start]:
         buffers = (*self._table.buffers, self._shared.scratch.tensor)
-        constants = (DTYPES[kind.gradient], kind.height, kind.width, kind.aligned)
+        stages = plan.FACTOR_STAGES[kind.momentum]
+        shape = (kind.height, kind.width, kind.exact, kind.aligned)
+        constants = (DTYPES[kind.gradient], *shape, kind.momentum, kind.near, stages)
+        looked_up = (*self._table.buffers, self._levels.levels[kind.gradient], self._shared.scratch.tensor)
         programs, numbers = call.programs, [(call.row, start + self._base) for start in call.starts]
-        squares = (
-            [_square_partials.bind(programs[0], buffers, numbers[0], constants, call.warps)] if programs[0] else []
-        )
+        squares = _square_partials[kind.momentum]
         return [
-            *squares,
+            *([squares.bind(programs[0], looked_up, numbers[0], constants, call.warps)] if programs[0] else []),
             _finish_rows.bind(programs[1], buffers, numbers[1], (), 4),
             _finish_columns.bind(programs[2], buffers, numbers[2], (), 4),
         ]
@@ -150,19 +154,19 @@ class Program:
         buffers = (*self._table.buffers, levels.levels[kind.gradient], levels.cells, self._shared.scratch.tensor)
         gradient = DTYPES[kind.gradient]
         both = (DTYPES[kind.parameter], gradient)
-        shape = (kind.width, kind.blocks, kind.moment)
-        look = (kind.aligned, levels.steps, kind.near, kind.decays, plan.TILES)
+        look = (kind.aligned, levels.steps, kind.near, plan.TILES)
         if kind.width == 1:
             constants: tuple[Any, ...] = (*both, kind.blocks, min(kind.moment, 1), *look)
             return [_step_single.bind(programs[0], buffers, numbers[0], constants, warps)]
-        whole = (*both, *shape, kind.exact, *look)
         if not kind.long:
-            return [_step_short[kind.moment != 0].bind(programs[0], buffers, numbers[0], whole, warps)]
-        part = (gradient, *shape, kind.exact, kind.aligned, kind.near, plan.TILES)
+            whole = (*both, kind.width, kind.blocks, kind.moment, kind.exact, *look)
+            return [_step_short.bind(programs[0], buffers, numbers[0], whole, warps)]
+        shape = (kind.width, kind.moment, kind.exact)
+        part = (gradient, *shape, kind.aligned, kind.near, plan.TILES)
         return [
-            _long_partials.bind(programs[0], buffers, numbers[0], part, warps),
+            *([_long_partials.bind(programs[0], buffers, numbers[0], part, warps)] if programs[0] else []),
             _long_blocks.bind(programs[1], buffers, numbers[1], (gradient, kind.moment, 1024), 4),
-            _step_long.bind(programs[0], buffers, numbers[0], whole, warps),
+            _step_long.bind(programs[2], buffers, numbers[2], (*both, *shape, *look), warps),
         ]
 
     @property
@@ -233,7 +237,7 @@ class _Renewal:
         self._words = _array(ROW_WORDS * index + row.word for index, row in zip(count, rows, strict=True))
         self._offsets = _array(row.offset for row in rows)
         self._sources = _array(order[id(row.work)] for row in rows)
-        self._kinds = [hyper_kind(each) for each in scalars.values()]
+        self._near = [nearer_to_momentum(each) for each in scalars.values()]
         self._members: list[tuple[int, bool, Any]] = []
         for position, key in enumerate(scalars):
             for factored in (False, True):
@@ -242,7 +246,7 @@ class _Renewal:
                     self._members.append((position, factored, _array(at)))
 
     def apply(self, table: Table, addresses: Sequence[int], scalars: Sequence[Scalars]) -> bool:
-        if [hyper_kind(each) for each in scalars] != self._kinds:
+        if [nearer_to_momentum(each) for each in scalars] != self._near:
             return False
         table.words[self._words] = _array(addresses)[self._sources] + self._offsets
         floats = table.floats.reshape(-1, 2 * ROW_WORDS)

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CELLS = 2**13  # of width 1/2048, of which 4097 are used: the first centred on -1, the last on 1
+CELLS = 2**13  # what is not a number ends up in one of the last, which say 255
+FINENESS = (256, 512, 1024, 2048)  # cells of a unit: [-1, 1] takes 2 x fineness + 1, the first centred on -1
+SCALE = 256  # where the fineness is in a table of levels, and after it what turns a product into a cell
 THRESHOLDS = 264  # where they begin in a table of levels
 MOST_STEPS = 4
 
@@ -24,9 +26,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class LevelTables:
-    """Device copies, float32: for each gradient dtype the levels rounded to it, the last one repeated, and from
-    `THRESHOLDS` on the thresholds, infinity after the last; and how many thresholds lie below each cell, uint8.
+    """Device copies. `levels`, float32, for each gradient dtype: the levels rounded to it, from `SCALE` on the numbers
+    that find a cell, and from `THRESHOLDS` on the thresholds, infinity after the last.
 
+    `cells`, int64, of each cell: how many thresholds lie below it, and in the low half the bits of the next one.
     `steps` is how many thresholds of a cell are to be compared with one after the other: 1 or `MOST_STEPS`, or 0 where
     some cell has more. The kernels are compiled for each value, so that there are no others.
     """
@@ -37,29 +40,38 @@ class LevelTables:
 
 
 def build_tables(levels: Tensor) -> LevelTables:
-    """The tables of a codebook, float32 (256,), ascending. Reads it on the host, so it waits for the device."""
+    """The tables of a codebook, float32 (256,), ascending. Reads it on the host, so it waits for the device.
+
+    The cells are the widest that hold one threshold at most; small tables stay in the nearest cache.
+    """
     host = levels.detach().cpu()
     bounds = thresholds_of(host.numpy())
-    cells = cell_of(bounds)
-    below = np.searchsorted(cells, np.arange(CELLS), side="left").astype(np.uint8)
-    most = int(np.bincount(cells, minlength=CELLS).max())
+    for fineness in FINENESS:
+        cells = cell_of(bounds, fineness)
+        most = int(np.bincount(cells).max())
+        if most == 1:
+            break
+    after = np.append(bounds, np.float32(np.inf))
+    below = np.searchsorted(cells, np.arange(CELLS), side="left")
+    packed = below.astype(np.int64) << 32 | after[below].view(np.uint32).astype(np.int64)
     tables = {}
     for dtype in _DTYPES:
         table = torch.full((2 * THRESHOLDS,), torch.inf)
         table[:256] = host.to(dtype)
-        table[256:THRESHOLDS] = table[255].item()
+        table[SCALE], table[SCALE + 1] = fineness, 2**23 + fineness
         table[THRESHOLDS : THRESHOLDS + len(bounds)] = torch.from_numpy(bounds)
         tables[dtype] = table.to(levels.device)
-    return LevelTables(tables, torch.from_numpy(below).to(levels.device), _steps(most))
+    return LevelTables(tables, torch.from_numpy(packed).to(levels.device), _steps(most))
 
 
 def _steps(most: int) -> int:
     return next((steps for steps in (1, MOST_STEPS) if most <= steps), 0)
 
 
-def cell_of(x: Any) -> Any:
+def cell_of(x: Any, fineness: int) -> Any:
     """The cell of each float32 x of [-1, 1], as the kernels compute it."""
-    return (x * np.float32(2048) + np.float32(8390656)).astype(np.float32).view(np.int32) & (CELLS - 1)
+    scale = np.float32(fineness)
+    return (x * scale + (np.float32(2**23) + scale)).astype(np.float32).view(np.int32) & (CELLS - 1)
 
 
 def thresholds_of(levels: Any) -> Any:

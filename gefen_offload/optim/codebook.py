@@ -6,7 +6,7 @@ come from float64 prefix sums of w, w x and w x^2, and the first of equal minima
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,11 @@ from torch import Tensor
 BINS = 4096
 LEVELS = 256
 CHUNK = 2**20  # gradient elements binned at once
+FAN = 8  # how many times closer together the columns of a round are than those of the one before
 
 _Floats = npt.NDArray[Any]  # float64
 _Indices = npt.NDArray[Any]  # int64
+_Round = tuple[_Indices, _Indices, _Indices]  # columns, and their neighbours on the left and on the right
 
 
 # --- the histogram --------------------------------------------------------------------------------------------------
@@ -96,82 +98,111 @@ def fit_levels(points: _Floats, weights: _Floats, levels: int) -> _Floats:
 
 
 class _PrefixSums:
-    """Costs and means of segments [i, j) of the points, from sums over all points before each."""
+    """Sums of w, w x and w x^2 over all points before each, (3, points + 1), and what segments [i, j) cost by them."""
 
     def __init__(self, points: _Floats, weights: _Floats) -> None:
-        self._w, self._wx, self._wxx = (
-            np.concatenate([[0.0], np.cumsum(terms)])
-            for terms in (weights, weights * points, weights * points * points)
-        )
+        terms = np.stack([weights, weights * points, weights * points * points])
+        self.table = np.concatenate([np.zeros((3, 1)), np.cumsum(terms, axis=1)], axis=1)
         self.count = len(points)
-
-    def inner_costs(self, i: _Indices, j: _Indices) -> _Floats:
-        """The weighted squared distance of each segment from its mean."""
-        s = self._wx[j] - self._wx[i]
-        costs: _Floats = (self._wxx[j] - self._wxx[i]) - s * s / (self._w[j] - self._w[i])
-        return costs
 
     def first_costs(self) -> _Floats:
         """The weighted squared distance from -1 of the segments [0, j), for each j."""
-        costs: _Floats = self._wxx + 2 * self._wx + self._w
+        w, wx, wxx = self.table
+        costs: _Floats = wxx + 2 * wx + w
         return costs
 
     def last_costs(self) -> _Floats:
         """The weighted squared distance from 1 of the segments [i, end), for each i."""
-        s, w = self._wx[-1] - self._wx, self._w[-1] - self._w
-        costs: _Floats = (self._wxx[-1] - self._wxx) - 2 * s + w
+        w, wx, wxx = self.table[:, -1:] - self.table
+        costs: _Floats = wxx - 2 * wx + w
         return costs
 
     def means(self, i: _Indices, j: _Indices) -> _Floats:
         """The weighted mean of each segment."""
-        means: _Floats = (self._wx[j] - self._wx[i]) / (self._w[j] - self._w[i])
+        w, wx, _ = self.table[:, j] - self.table[:, i]
+        means: _Floats = wx / w
         return means
 
 
 def _segment_bounds(sums: _PrefixSums, levels: int) -> _Indices:
-    """The ends of the optimal segments: `levels` + 1 indices from 0 to the number of points."""
-    best = sums.first_costs()
-    choices = []
-    for segments in range(2, levels):
-        best, choice = _add_segment(sums, best, segments, sums.count - (levels - segments))
+    """The ends of the optimal segments: `levels` + 1 indices from 0 to the number of points.
+
+    With k segments the last one ends at k + x and begins at k - 1 + y, where 0 <= y <= x < `columns`: each segment has
+    a point, and so do those that follow.
+    """
+    columns = sums.count - levels + 1
+    best = sums.first_costs()[1 : 1 + columns]
+    choices = [np.zeros(columns, dtype=np.int64)]
+    rounds = _rounds(columns)
+    for k in range(2, levels):
+        best, choice = _add_segment(sums.table[:, k - 1 :], best, choices[-1], rounds)
         choices.append(choice)
-    last = best + sums.last_costs()
-    bounds = [sums.count, levels - 1 + int(np.argmin(last[levels - 1 : sums.count]))]
-    for choice in reversed(choices):
-        bounds.append(int(choice[bounds[-1]]))
+    y = int(np.argmin(best + sums.last_costs()[levels - 1 : sums.count]))
+    bounds = [sums.count, levels - 1 + y]
+    for k in range(levels - 1, 1, -1):
+        y = int(choices[k - 1][y])
+        bounds.append(k - 1 + y)
     return np.array([*bounds, 0][::-1])
 
 
-def _add_segment(sums: _PrefixSums, best: _Floats, segments: int, end: int) -> tuple[_Floats, _Indices]:
-    """The best cost of the points before j in `segments` segments, and where its last segment begins, for j <= end.
+def _add_segment(table: _Floats, best: _Floats, before: _Indices, rounds: Sequence[_Round]) -> tuple[_Floats, _Indices]:
+    """The best cost of every x with one segment more, and the first best y, the position where that segment begins.
 
-    `best` is that cost for one segment fewer. The first best beginning never moves left as j grows, so each j need only
-    look between those of two neighbours found before it. [Note: all columns of one spacing are searched together]
+    `best[y]` is the cost with one segment fewer, whose choices were `before`; `table` has the prefix sums from y = 0.
+    [Note: monotone choices] The first best beginning never moves left, neither as the end moves right nor, at one end,
+    as there are more segments. So each x need only look between those of its neighbours found in earlier rounds, and
+    not left of the one before.
     """
-    cost = np.full(sums.count + 1, np.inf)
-    choice = np.full(sums.count + 2, end - 1, dtype=np.int64)
-    choice[segments - 1] = segments - 1
-    spacing = 1 << (end - segments + 1).bit_length()
-    while spacing > 1:
-        j = np.arange(segments - 1 + spacing // 2, end + 1, spacing)
-        low = choice[j - spacing // 2]
-        high = np.minimum(choice[np.minimum(j + spacing // 2, end + 1)], j - 1)
-        cost[j], choice[j] = _first_minima(sums, best, j, low, high)
-        spacing //= 2
+    columns = len(best)
+    cost = np.empty(columns)
+    choice = np.full(columns + 1, columns, dtype=np.int64)  # the last one stands right of all
+    choice[0] = 0
+    least = np.append(before[1:], before[-1]) - 1
+    for x, left, right in rounds:
+        low = np.maximum(choice[left], least[x])
+        cost[x], choice[x] = _first_minima(table, best, x, low, np.minimum(choice[right], x))
     return cost, choice[:-1]
 
 
 def _first_minima(
-    sums: _PrefixSums, best: _Floats, j: _Indices, low: _Indices, high: _Indices
+    table: _Floats, best: _Floats, x: _Indices, low: _Indices, high: _Indices
 ) -> tuple[_Floats, _Indices]:
-    """For each j the least `best[i]` + cost of [i, j) over low <= i <= high, and the first such i."""
+    """For each x the least `best[y]` + cost of the segment from y to x over low <= y <= high, and the first such y."""
     lengths = high - low + 1
     starts = np.cumsum(lengths) - lengths
-    i = np.arange(lengths.sum()) + np.repeat(low - starts, lengths)
-    totals = best[i] + sums.inner_costs(i, np.repeat(j, lengths))
+    y = np.arange(lengths.sum()) + np.repeat(low - starts, lengths)
+    w, wx, wxx = (np.repeat(sums[x + 1], lengths) - sums[y] for sums in table)
+    totals = best[y] + (wxx - wx * wx / w)
     least = np.minimum.reduceat(totals, starts)
     where = np.flatnonzero(totals == np.repeat(least, lengths))
-    return least, i[where[np.searchsorted(where, starts)]]
+    return least, y[_firsts(where, np.repeat(np.arange(len(x)), lengths)[where], len(x))]
+
+
+def _firsts(values: _Indices, owners: _Indices, count: int) -> _Indices:
+    """For each of `count` owners, ascending, the first of its values."""
+    firsts = np.empty(count, dtype=np.int64)
+    firsts[owners[::-1]] = values[::-1]  # the last to be written stays
+    return firsts
+
+
+def _rounds(columns: int) -> list[_Round]:
+    """All columns, in rounds of ever closer ones, each with its nearest neighbours in earlier rounds.
+
+    Of x = 0 the left one is itself, and where there is none on the right it is `columns`. A few long rounds cost less
+    than many short ones that look at less.
+    """
+    spacing = FAN
+    while spacing < columns:
+        spacing *= FAN
+    rounds = [(np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, columns))]
+    while spacing > 1:
+        x = np.arange(0, columns, spacing // FAN)
+        x = x[x % spacing > 0]
+        left = x // spacing * spacing
+        if len(x):
+            rounds.append((x, left, np.minimum(left + spacing, columns)))
+        spacing //= FAN
+    return rounds
 
 
 # --- its use --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,14 +66,18 @@ QUICK = ["-k", "peer_done or skip or unpicklable or polluted or leaks_a"]
 
 
 @pytest.fixture(scope="session")
-def suites(tmp_path_factory) -> dict[str, ChildPytest]:
-    """The broken suites, all running at once."""
+def suites(tmp_path_factory) -> Iterator[dict[str, ChildPytest]]:
+    """The broken suites, all running at once; one that no test of this process has waited for is ended."""
     started = {}
     for name, options in {"free": [], "gloo": [], "fresh": [*QUICK, "--ranks-fresh"]}.items():
         folder = tmp_path_factory.mktemp(name)
         suite = BROKEN / ("gloo_suite.py" if name == "gloo" else "free_suite.py")
         started[name] = ChildPytest(folder, [str(suite), *options], {"CHILD_PIDS": str(folder / "pids")})
-    return started
+    yield started
+    for suite in started.values():
+        if suite.process.poll() is None:
+            suite.process.kill()
+            suite.process.wait()
 
 
 @pytest.fixture

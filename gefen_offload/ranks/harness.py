@@ -134,7 +134,7 @@ class Harness:
             store=self._address() if key.backend is not None else None,
             prefix=self.prefix(),
             timeout=BOOT_PATIENCE,
-            threads=_threads(key.world),
+            threads=_threads(),
             faults=tuple(faults),
         )
 
@@ -242,10 +242,10 @@ class Harness:
         atexit.unregister(self.close)
 
 
-def _threads(world: int) -> int:
-    """Threads of a rank: what OMP_NUM_THREADS says, or an equal share of the cores."""
+def _threads() -> int:
+    """Threads of a rank: what OMP_NUM_THREADS says, or one, as torchrun has it: ranks are many, their tensors small."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(given) if given.isdigit() and int(given) > 0 else max(1, (os.cpu_count() or 1) // world)
+    return int(given) if given.isdigit() and int(given) > 0 else 1
 
 
 @contextlib.contextmanager

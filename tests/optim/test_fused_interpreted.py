@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support import first_kernels as first_cases
 from support import fused as support_cases
+from support.interpreted import records
 
 FIRST_NAMES = [first_cases.case_name(*case, dtype) for case in first_cases.LITTLE for dtype in first_cases.DTYPES]
 NAMES = [f"{str(dtype)[6:]}-{case.name}" for case in support_cases.SMALL for dtype in support_cases.DTYPES]
 
 
 def interpreted(module: str) -> dict[str, dict[str, Any]]:
-    """What `python -m MODULE` found under Triton's interpreter for every case."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(support_cases.__file__).parents[1]), *filter(None, sys.path)]),
-    }
-    run = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return {record["name"]: record for record in map(json.loads, run.stdout.splitlines())}
+    """What a module found for every case."""
+    return {record["name"]: record for record in records(module)}
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gefen_offload.optim import fused
-from gefen_offload.optim.fused.plan import LONGEST_SHORT, plan_blocks, plan_factors
+from gefen_offload.optim.fused.plan import EVEN, LONGEST_SHORT, plan_blocks, plan_factors
 
 
 @given(period=st.integers(1, 10**8), cols=st.integers(0, 10**5))
+@example(period=2 * 50304, cols=50304)
+@example(period=16 * 9001, cols=9001)
 def test_segments_cover_a_block(period: int, cols: int) -> None:
     """Segments fit in a tile, cover a long block exactly, and stay inside rows where the plan says so."""
     plan = plan_blocks(period, cols)
@@ -18,6 +20,7 @@ def test_segments_cover_a_block(period: int, cols: int) -> None:
     assert plan.long == (period > LONGEST_SHORT)
     if plan.long:
         assert (plan.parts - 1) * plan.length < period <= plan.parts * plan.length
+        assert plan.length % EVEN == 0 or period % EVEN
     if plan.moment == 1:
         assert cols % plan.length == 0
         assert period % plan.length == 0

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support import replayed
+from support.interpreted import records
 
 SCENARIOS = {scenario.id: scenario for scenario in replayed.SCENARIOS}
 
 
 @pytest.fixture(scope="module")
 def compared() -> dict[str, dict[str, Any]]:
-    """What `python -m support.replayed` found for every scenario."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(replayed.__file__).parents[1]), *filter(None, sys.path)]),
-    }
-    run = subprocess.run(
-        [sys.executable, "-m", "support.replayed"], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return {record["id"]: record for record in map(json.loads, run.stdout.splitlines())}
+    """What was found for every scenario."""
+    return {record["id"]: record for record in records("support.replayed")}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -1,6 +1,6 @@
 """Gradients to read with the kernels of a first step and with torch's operations, and how far apart the results are.
 
-`python -m support.first_kernels` (with TRITON_INTERPRET=1) compares the small cases on the CPU and prints one JSON
+`python -m support.interpreted support.first_kernels` compares the small cases on the CPU and prints one JSON
 object a line.
 """
 

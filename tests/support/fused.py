@@ -1,6 +1,6 @@
 """Pieces to step with the fused kernels and with the plain path, and how far apart the results are.
 
-`python -m support.fused` (with TRITON_INTERPRET=1) compares every case on the CPU and prints one JSON object a line.
+`python -m support.interpreted support.fused` compares every case on the CPU and prints one JSON object a line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Steps on interpreted kernels that are taken again as an earlier one, beside the same steps prepared anew.
 
-`python -m support.replayed` (with TRITON_INTERPRET=1) prints one JSON object for each change that happens on the way.
+`python -m support.interpreted support.replayed` prints one JSON object for each change that happens on the way.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ FACTOR_STAGES = {False: 2, True: 1}  # tiles under way there: with the largest |
 LONGEST_SHORT = 8192  # the longest block that one program holds in registers
 ELEMENTS_PER_WARP = 512
 TILES = 4  # of a program, one after the other
+EVEN = 16  # tiles of a block whose length is a multiple of it begin at one: loads are as wide as the block allows
 SHORTEST_ALONG = 256  # segments of long blocks are cut to fit in matrix rows if they stay this long
 
 BLOCK_MOMENT, ALONG_ROWS, ANYWHERE = 0, 1, 2
@@ -70,11 +71,11 @@ def plan_blocks(period: int, cols: int) -> BlockPlan:
         moment = BLOCK_MOMENT if not cols else ANYWHERE if cols % period else ALONG_ROWS
         return BlockPlan(width, max(1, TILE // width), moment, period, 0)
     if cols:
-        length = _largest_divisor(math.gcd(period, cols), TILE)
+        length = _largest_divisor(math.gcd(period, cols), TILE, EVEN if period % EVEN == 0 else 1)
         if length >= SHORTEST_ALONG:
             return BlockPlan(_power_above(length), 1, ALONG_ROWS, length, period // length)
     parts = -(-period // TILE)
-    length = -(-period // (parts * 16)) * 16
+    length = -(-period // (parts * EVEN)) * EVEN
     parts = -(-period // length)
     return BlockPlan(_power_above(length), 1, ANYWHERE if cols else BLOCK_MOMENT, length, parts)
 
@@ -94,5 +95,7 @@ def _power_above(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _largest_divisor(n: int, most: int) -> int:
-    return max(d for k in range(1, math.isqrt(n) + 1) if n % k == 0 for d in (k, n // k) if d <= most)
+def _largest_divisor(n: int, most: int, multiple: int) -> int:
+    """The largest divisor of n up to `most` that is a multiple of `multiple`; 0 if there is none."""
+    divisors = (d for k in range(1, math.isqrt(n) + 1) if n % k == 0 for d in (k, n // k))
+    return max((d for d in divisors if d <= most and d % multiple == 0), default=0)

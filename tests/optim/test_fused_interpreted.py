@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support import first_kernels as first_cases
 from support import fused as support_cases
-from support.interpreted import records
+from support.interpreted import fused_multiply_add, records
 
 FIRST_NAMES = [first_cases.case_name(*case, dtype) for case in first_cases.LITTLE for dtype in first_cases.DTYPES]
 NAMES = [f"{str(dtype)[6:]}-{case.name}" for case in support_cases.SMALL for dtype in support_cases.DTYPES]
@@ -56,3 +60,22 @@ def test_first_step(read: dict[str, dict[str, Any]], name: str) -> None:
     assert read[name]["same_counts"]
     assert read[name]["apart"] < 1e-12
     assert read[name]["same_again"]
+
+
+@given(st.tuples(*[st.floats(width=32, allow_nan=False, allow_infinity=False)] * 3))
+def test_the_interpreter_rounds_an_fma_once(numbers: tuple[float, float, float]) -> None:
+    """Ours in place of older Triton's is the nearest float32 to the exact result, ties to even."""
+    x, y, z = (np.array([number], np.float32) for number in numbers)
+    exact = Fraction(*numbers[0].as_integer_ratio()) * Fraction(*numbers[1].as_integer_ratio())
+    exact += Fraction(*numbers[2].as_integer_ratio())
+    with np.errstate(all="ignore"):
+        found = fused_multiply_add(x, y, z)[0]
+    if not np.isfinite(found):
+        assert abs(exact) >= Fraction(float(np.finfo(np.float32).max))
+        return
+    below, above = np.nextafter(found, np.float32(-np.inf)), np.nextafter(found, np.float32(np.inf))
+    apart = abs(exact - Fraction(float(found)))
+    for other in (below, above):
+        if np.isfinite(other):
+            theirs = abs(exact - Fraction(float(other)))
+            assert apart < theirs or (apart == theirs and found.view(np.int32) % 2 == 0)

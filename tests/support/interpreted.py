@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 PATIENCE = 600
 
 
@@ -30,16 +32,42 @@ def records(module: str) -> list[dict[str, Any]]:
 
 
 def repair() -> None:
-    """Triton 3.6 and older make an int of an array of one element, which NumPy 2.4 no longer does."""
+    """What Triton 3.6 and older do otherwise: an int from an array of one element, and an fma that rounds once."""
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch, handle, fma = (
+        interpreter._patch_lang_tensor,
+        interpreter.TensorHandle,
+        interpreter.InterpreterBuilder.create_fma,
+    )
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def create_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.data.dtype != np.float32:
+            return fma(builder, x, y, z)
+        return handle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
+
     interpreter._patch_lang_tensor = patched
+    builder_type.create_fma = create_fma
+
+
+def fused_multiply_add(x: Any, y: Any, z: Any) -> Any:
+    """x y + z in float32, rounded once.
+
+    The product is exact in float64. The sum is rounded there to odd: what it lost then decides a later tie.
+    """
+    product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    total = np.asarray(product + addend)
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    bits = total.view(np.int64)
+    inexact = np.isfinite(total) & (lost != 0) & (bits & 1 == 0)
+    return (
+        np.where(inexact, bits + np.where((lost > 0) == (total > 0), 1, -1), bits).view(np.float64).astype(np.float32)
+    )
 
 
 if __name__ == "__main__":

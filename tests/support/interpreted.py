@@ -35,11 +35,8 @@ def repair() -> None:
     """What Triton 3.6 and older do otherwise: an int from an array of one element, and an fma that rounds once."""
     from triton.runtime import interpreter
 
-    patch, handle, fma = (
-        interpreter._patch_lang_tensor,
-        interpreter.TensorHandle,
-        interpreter.InterpreterBuilder.create_fma,
-    )
+    builder_type, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    patch, fma = interpreter._patch_lang_tensor, builder_type.create_fma
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)

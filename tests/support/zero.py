@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,29 +76,39 @@ def without_wrapper(context: Any) -> list[float]:
     return losses
 
 
-def train_and_resume(context: Any, stage: int, folder: str) -> tuple[list[float], list[float]]:
-    """Worker: a whole run that saves halfway, and the second half again from that file in a new engine."""
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw under ZeRO: losses of the whole run and of its second half again, and two refusals."""
+
+    whole: list[float]
+    again: list[float]
+    code: str
+    message: str
+    active: bool
+    muon: str
+
+
+def train_and_resume(context: Any, stage: int, folder: str) -> Seen:
+    """Worker: a whole run that saves halfway, the second half again from that file in a new engine, then offload."""
     half = STEPS // 2
     running, _ = wrapped(context, stage)
     losses = advance(context, running, 0, half)
     running.save_checkpoint(folder, tag="half")
     losses += advance(context, running, half, STEPS)
-    again, _ = wrapped(context, stage)
+    again, optimizer = wrapped(context, stage)
     again.load_checkpoint(folder, tag="half")
-    return losses, advance(context, again, half, STEPS)
+    repeated = advance(context, again, half, STEPS)
+    code, message = refusal(optimizer)
+    return Seen(losses, repeated, code, message, optimizer.state_offload_active, muon_refusal(context, stage))
 
 
-def refusals(context: Any, stage: int) -> tuple[str, str, bool, str]:
-    """Worker: what activation says inside an engine (code, message, active after it), and what GefenMuon says."""
-    running, optimizer = wrapped(context, stage)
-    advance(context, running, 0, 1)
+def refusal(optimizer: Gefen) -> tuple[str, str]:
+    """What activation says inside an engine."""
     try:
         optimizer.offload_state_()
     except OffloadUnsupportedError as error:
-        code, message = error.reason.value, str(error)
-    else:
-        code, message = "accepted", ""
-    return code, message, optimizer.state_offload_active, muon_refusal(context, stage)
+        return error.reason.value, str(error)
+    return "accepted", ""
 
 
 def muon_refusal(context: Any, stage: int) -> str:

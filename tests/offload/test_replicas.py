@@ -78,6 +78,8 @@ def test_equal_replicas_agree():
         pytest.param(lambda named: named[0][1].data.copy_(named[0][1].data.flip(0)), id="order"),
         pytest.param(lambda named: named.pop(), id="fewer"),
         pytest.param(lambda named: named.insert(0, ("q", nn.Parameter(torch.zeros(2)))), id="other-names"),
+        pytest.param(lambda named: named.__setitem__(1, ("q", named[1][1])), id="another-name"),
+        pytest.param(lambda named: named.__setitem__(0, ("p0", named[0][1].view(4, 6))), id="another-shape"),
     ],
 )
 def test_any_difference_is_refused_by_all(change):

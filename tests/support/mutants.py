@@ -263,7 +263,7 @@ MUTANTS = [
             "names and shapes are compared",
             '            if mine != theirs:\n                return f"it holds',
             '            if False:\n                return f"it holds',
-            f"{AGREED}test_any_difference_is_refused_by_all[other-names]",
+            f"{AGREED}test_any_difference_is_refused_by_all[another-name]",
         ),
         (
             "a peer's refusal is read",

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -43,17 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("gloo", "nccl"), default=None, help="default: nccl if there are GPUs")
     parser.add_argument("--repeat", type=int, default=200, help="warm dispatches (default 200)")
     parser.add_argument("--warm-up", type=int, default=20, help="warm dispatches before them (default 20)")
-    parser.add_argument("--boots", type=int, default=5, help="boots, failures and processes per test (default 5)")
+    parser.add_argument(
+        "--boots", type=int, default=None, help="boots, failures and processes per test (default 5, 1 on NCCL)"
+    )
     parser.add_argument("--json", type=Path, default=None, help="also write every time to this file")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure and print; 0."""
+    """Measure, then print one table; 0."""
     backend = args.backend or default_backend(args.world)
     group = RankGroup(args.world, Options(backend=backend), gpus=args.world if backend == "nccl" else 0)
-    print(f"{platform.node() or 'this machine'}: {os.cpu_count()} cores, {backend}, world {args.world}")
-    print(f"{'milliseconds':<58} {'median':>10} {'least':>10} {'95%':>10} {'n':>5}")
+    args.boots = args.boots or (1 if backend == "nccl" else 5)
     timings = measure(group, backend, args)
+    print(f"{os.cpu_count()} cores, {backend}, world {args.world}")
+    print(f"{'milliseconds':<58} {'median':>10} {'least':>10} {'95%':>10} {'n':>5}")
+    print("\n".join(map(str, timings)))
     if args.json is not None:
         facts = {"cores": os.cpu_count(), "backend": backend, "world": args.world, "system": platform.platform()}
         args.json.write_text(json.dumps({**facts, "timings": [asdict(t) for t in timings]}, indent=1))
@@ -69,7 +74,7 @@ def default_backend(world: int) -> str:
 
 
 def measure(group: RankGroup, backend: str, args: argparse.Namespace) -> list[Timing]:
-    """All timings, printed as they come."""
+    """All timings; what is being measured goes to the standard error."""
     jobs: list[tuple[str, Callable[[], float], int, int]] = [
         ("first test of a run (spawn, import, group)", lambda: boot(group), args.boots, 0),
         ("warm test, empty body", lambda: seconds(lambda: group.run(nothing)), args.repeat, args.warm_up),
@@ -81,10 +86,10 @@ def measure(group: RankGroup, backend: str, args: argparse.Namespace) -> list[Ti
     ]
     timings = []
     for what, job, repeat, warm_up in jobs:
+        print(f"{what}, {repeat} times ...", file=sys.stderr, flush=True)
         for _ in range(warm_up):
             job()
         timings.append(Timing(what, tuple(1000 * job() for _ in range(repeat))))
-        print(timings[-1], flush=True)
     close()
     return timings
 

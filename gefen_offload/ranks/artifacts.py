@@ -34,9 +34,9 @@ def write(base: Path, test: str, records: Sequence[Record], text: str, command: 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (base / ".gitignore").write_text("*\n")
-    (folder / "report.txt").write_text(text)
-    (folder / "rerun.sh").write_text(command + "\n")
-    (folder / "environment.json").write_text(json.dumps(environment(), indent=1))
+    _write(folder / "report.txt", text)
+    _write(folder / "rerun.sh", command + "\n")
+    _write(folder / "environment.json", json.dumps(environment(), indent=1))
     for number, record in enumerate(records):
         _write_run(folder / f"run{number}", record)
     return folder
@@ -44,14 +44,19 @@ def write(base: Path, test: str, records: Sequence[Record], text: str, command: 
 
 def _write_run(folder: Path, record: Record) -> None:
     folder.mkdir()
-    (folder / "report.txt").write_text(record.report)
-    (folder / "outcomes.json").write_text(json.dumps([plain(o) for o in record.outcomes], indent=1))
+    _write(folder / "report.txt", record.report)
+    _write(folder / "outcomes.json", json.dumps([plain(o) for o in record.outcomes], indent=1))
     streams = {"out": record.stdout, "err": record.stderr, "flight": record.flights}
     streams["stack"] = [o.stack for o in record.outcomes]
     for suffix, texts in streams.items():
         for rank, text in enumerate(texts):
             if text:
-                (folder / f"rank{rank}.{suffix}").write_text(text)
+                _write(folder / f"rank{rank}.{suffix}", text)
+
+
+def _write(path: Path, text: str) -> None:
+    """As UTF-8 whatever the locale; what is no text is escaped."""
+    path.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def plain(outcome: Outcome) -> dict[str, Any]:

@@ -215,7 +215,15 @@ def feed(hasher: Any, value: Any) -> None:
         hasher.update(f"{type(value).__name__} {len(value)};".encode())
         for item in value:
             feed(hasher, item)
-    elif isinstance(value, float):
-        hasher.update(b"float" + struct.pack("<d", value))
+    elif isinstance(value, (float, complex)):
+        whole = complex(value)
+        hasher.update(type(value).__name__.encode() + struct.pack("<dd", whole.real, whole.imag))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hasher.update(f"{type(value).__name__};".encode())
+        for field in dataclasses.fields(value):
+            hasher.update(field.name.encode())
+            feed(hasher, getattr(value, field.name))
+    elif isinstance(value, (set, frozenset)):
+        hasher.update(f"{type(value).__name__} {sorted(map(repr, value))};".encode())
     else:
         hasher.update(f"{type(value).__name__} {value!r};".encode())

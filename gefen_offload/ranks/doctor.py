@@ -17,6 +17,7 @@ from gefen_offload.ranks.context import RankContext
 MIN_SHM = 1 << 30
 MIN_FILES = 1024
 MIN_PROCESSES = 256
+LEASE_PATIENCE = 20.0  # seconds to wait for GPUs that another run holds
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,13 @@ def _smoke() -> list[Finding]:
 
 def _one_smoke(name: str, group: Any) -> Finding:
     from gefen_offload.ranks import harness
+    from gefen_offload.ranks.lease import LeaseTimeoutError
     from gefen_offload.ranks.outcome import RankFailure
 
+    harness.harness().lease_patience = LEASE_PATIENCE
     try:
         result = group.run(known_sum)
-    except RankFailure as failure:
+    except (RankFailure, LeaseTimeoutError) as failure:
         return Finding(name, "failed", False, str(failure))
     finally:
         harness.close()

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the variable's name has changed with time
 ENTRIES = 200  # kept by the recorder, and by this file's reports
 
 
 def switch_on() -> None:
-    """In the rank, before its first group: have the recorder keep entries (the name of the variable has changed)."""
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+    """In the rank, before its first group: have the recorder keep entries."""
+    for name in RECORDER:
         os.environ.setdefault(name, str(ENTRIES))
 
 

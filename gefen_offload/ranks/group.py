@@ -35,6 +35,8 @@ class RankGroup:
         if unknown:
             known = ", ".join(Options.__dataclass_fields__)
             raise TypeError(f"ranks.options() knows no {', '.join(unknown)}; it knows {known}")
+        if "timeout" in changes:
+            changes = {"until": None, **changes}
         if "faults" in changes:
             changes["faults"] = tuple(changes["faults"])
             wrong = [str(fault) for fault in changes["faults"] if not 0 <= fault.rank < self.world]

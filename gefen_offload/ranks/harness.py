@@ -61,10 +61,12 @@ class Harness:
 
     # pools
 
-    def take(self, key: Key, fresh: bool = False, faults: Sequence[Any] = ()) -> tuple[Pool, list[Outcome]]:
+    def take(
+        self, key: Key, patience: float = BOOT_PATIENCE, fresh: bool = False, faults: Sequence[Any] = ()
+    ) -> tuple[Pool, list[Outcome]]:
         """A pool in use by the caller until `give` or `retire`, and the outcomes of joining if it was made now.
 
-        `fresh`: a new one, that nobody else will get.
+        `patience`: seconds that new ranks have to join. `fresh`: new ones, that nobody else will get.
         """
         if not fresh:
             with self._lock:
@@ -74,7 +76,7 @@ class Harness:
                     return pool, []
         pool = self._make(key, fresh, faults)
         try:
-            return pool, pool.join(BOOT_PATIENCE)
+            return pool, pool.join(patience)
         except BaseException:
             self.retire(pool)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
 import os
 import sys
@@ -22,6 +23,7 @@ def load_modules(modules: Sequence[Module], verbosity: int) -> None:
             continue
         if module.rewritten or _is_main(module.name) or not _importable(module):
             _load_from_file(module, verbosity)
+            gc.freeze()  # modules stay: the collection after the test need not walk them
 
 
 def _is_main(name: str) -> bool:

@@ -101,6 +101,7 @@ class Outcome:
     collective: str = ""  # the last collective entered, and whether it was left
     collectives: int = 0  # how many it had entered
     flight: str = ""  # what torch's flight recorder had
+    laps: tuple[tuple[str, float], ...] = ()  # seconds of "restore", "load", "body", "result" and "leaks"
 
     @property
     def bad(self) -> bool:
@@ -116,6 +117,8 @@ class Outcome:
             return f"raised {self.failure.type}: {_first_line(self.failure.message)}"
         if self.kind is Kind.KILLED:
             return f"was killed by {signal_name(self.code)}"
+        if self.kind is Kind.EXITED and self.reason:
+            return self.reason
         if self.kind is Kind.EXITED:
             return f"exited with code {self.code} and no outcome"
         if self.kind is Kind.HUNG:
@@ -170,7 +173,7 @@ def complete(outcomes: Sequence[Outcome], world: int) -> list[Outcome]:
     for rank in range(world):
         mine = [o for o in outcomes if o.rank == rank]
         if not mine:
-            complete_list.append(Outcome(rank, Kind.EXITED, Stage.START, reason="no outcome"))
+            complete_list.append(Outcome(rank, Kind.EXITED, Stage.START, reason="handed over no outcome"))
         elif len(mine) > 1:
             told = f"{len(mine)}, from processes {', '.join(str(o.pid) for o in mine)}"
             complete_list.append(replace(mine[0], kind=Kind.EXTRA, reason=told))

@@ -6,9 +6,11 @@ anyway; the harness, and torch, are imported when a test first asks for ranks.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,6 +19,7 @@ import pytest
 from gefen_offload.ranks.tier import TIERS, Tier
 
 if TYPE_CHECKING:
+    from gefen_offload.ranks.artifacts import Record
     from gefen_offload.ranks.attach import Attached, Launch
     from gefen_offload.ranks.group import RankGroup
     from gefen_offload.ranks.inventory import Inventory
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 _inventory_key: pytest.StashKey[Inventory] = pytest.StashKey()
 _host_key: pytest.StashKey[Host] = pytest.StashKey()
 _troubles_key: pytest.StashKey[list[str]] = pytest.StashKey()
+_began_key: pytest.StashKey[float] = pytest.StashKey()
 _launch_key: pytest.StashKey[Launch | None] = pytest.StashKey()
 _attached_key: pytest.StashKey[Attached] = pytest.StashKey()
 
@@ -44,14 +48,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--ranks-no-spare", action="store_true", help="keep no spare imported ranks after a failure")
     add("--ranks-lease-timeout", type=float, default=600.0, metavar="S", help="how long to wait for GPUs in use")
     add("--ranks-no-attach", action="store_true", help="spawn ranks also under torchrun, SLURM or MPI")
+    add("--ranks-timing", action="store_true", help="say where the time of tests on ranks went")
     add("--ranks-artifacts", default=None, metavar="DIR", help="where failing tests leave a folder (default: .ranks)")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """The markers."""
+    """The markers; under a launcher rank 0 alone writes a report's file."""
     for tier in TIERS.values():
         config.addinivalue_line("markers", f"{tier.name}: {tier.summary}")
-    config.stash[_launch_key] = _launched(config)
+    launch = config.stash[_launch_key] = _launched(config)
+    if launch is not None and launch.rank != 0:
+        config.option.xmlpath = None  # of --junitxml: one report for all ranks
 
 
 def _launched(config: pytest.Config) -> Launch | None:
@@ -64,19 +72,27 @@ def _launched(config: pytest.Config) -> Launch | None:
 
 
 def tier_of(item: pytest.Item) -> Tier | None:
-    """The tier that a test's marker names; a usage error if there are two."""
+    """The tier that a test's marker names."""
     names = sorted({mark.name for mark in item.iter_markers() if mark.name in TIERS})
     if len(names) > 1:
         raise pytest.UsageError(f"{item.nodeid} has several tiers: {', '.join(names)}; a test has one")
     return TIERS[names[0]] if names else None
 
 
+def _mistakes(items: list[pytest.Item]) -> Iterator[str]:
+    """What is wrong with the markers of the tests that were selected."""
+    for item in items:
+        try:
+            tier_of(item)
+        except pytest.UsageError as error:
+            yield str(error)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip, or refuse to skip, a test whose GPUs are not there."""
-    try:
-        tier = tier_of(item)
-    except pytest.UsageError as error:
-        pytest.fail(str(error), pytrace=False)
+    item.stash[_began_key] = time.monotonic()
+    tier = tier_of(item)
     launch = item.config.stash.get(_launch_key, None)
     if tier is not None and launch is not None and tier.world != launch.world:
         pytest.skip(f"needs {tier.world} ranks, the launcher started {launch.world}")
@@ -111,15 +127,17 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 def _attached_ranks(item: pytest.Item, tier: Tier) -> Iterator[RankGroup]:
     """The same on a launcher's ranks, of which this process is one."""
-    from gefen_offload.ranks.attach import AttachedGroup
+    from gefen_offload.ranks.attach_run import AttachedGroup
     from gefen_offload.ranks.run import Host
 
     attached = item.config.stash[_attached_key]
-    host = Host(item.nodeid, _skip)
-    yield AttachedGroup(attached, _options(item, tier), host, tier.gpus)
-    item.user_properties.extend(("ranks", proof) for proof in host.proofs)
-    if attached.over:
-        item.session.shouldstop = "a rank is stuck, and a launcher's ranks cannot be replaced"
+    host = item.stash[_host_key] = Host(item.nodeid, _skip)
+    try:
+        yield AttachedGroup(attached, _options(item, tier), host, tier.gpus)
+    finally:
+        if attached.over:
+            item.session.shouldstop = "a rank is stuck, and a launcher's ranks cannot be replaced"
+        _tell(item, host, [])
 
 
 def _skip(reason: str) -> NoReturn:
@@ -133,7 +151,7 @@ def _host(item: pytest.Item) -> Host:
     run = harness()
     run.spare = not item.config.getoption("--ranks-no-spare")
     run.lease_patience = item.config.getoption("--ranks-lease-timeout")
-    item.stash[_host_key] = Host(item.nodeid, _skip)
+    item.stash[_host_key] = Host(item.nodeid, _skip, _said_by(item.config))
     return item.stash[_host_key]
 
 
@@ -149,7 +167,8 @@ def _options(item: pytest.Item, tier: Tier) -> Options:
     config = item.config
     simulated = tier.gpus > 0 and _inventory(config).simulated
     return Options(
-        timeout=_within_pytest_timeout(item, config.getoption("--ranks-timeout")),
+        timeout=config.getoption("--ranks-timeout"),
+        until=_cut_off(item),
         stall=config.getoption("--ranks-stall"),
         fresh=config.getoption("--ranks-fresh"),
         backend="gloo" if simulated else tier.backend,
@@ -162,8 +181,12 @@ def _finish(item: pytest.Item, host: Host) -> None:
     from gefen_offload.ranks.harness import harness
 
     host.close()
-    item.user_properties.extend(("ranks", proof) for proof in host.proofs)
     troubles, harness().troubles = harness().troubles, []
+    _tell(item, host, troubles)
+
+
+def _tell(item: pytest.Item, host: Host, troubles: list[str]) -> None:
+    item.user_properties.extend(("ranks", proof) for proof in host.proofs)
     left = f"{item.nodeid} left behind: {'; '.join(host.leaks)}"
     if host.leaks and item.config.getoption("--ranks-leaks") == "error":
         troubles.append(left)
@@ -173,26 +196,55 @@ def _finish(item: pytest.Item, host: Host) -> None:
         pytest.fail("\n".join(troubles), pytrace=False)
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A failing test leaves its artifacts, and its report says where and how to run it again."""
     report = yield
+    if (attached := item.config.stash.get(_attached_key, None)) is not None:
+        _agree(attached, report)
     host = item.stash.get(_host_key, None)
-    if report.failed and host is not None and host.records:
-        from gefen_offload.ranks import artifacts
-
-        base = Path(item.config.getoption("--ranks-artifacts") or item.config.rootpath / ".ranks")
-        command = artifacts.rerun_command(item.config.rootpath, item.nodeid)
-        folder = artifacts.write(base, item.nodeid, host.records, report.longreprtext, command)
-        report.sections.append(("ranks", f"artifacts: {folder}\nrun again: {command}"))
+    if report.failed and host is not None and host.records and (attached is None or attached.launch.rank == 0):
+        report.sections.append(("ranks", _keep(item.config, item.nodeid, host.records, report.longreprtext)))
     return report
+
+
+def _agree(attached: Attached, report: pytest.TestReport) -> None:
+    """Under a launcher a phase passes if it passed on every rank, and rank 0 can tell what failed elsewhere."""
+    from gefen_offload.ranks.attach import disagreement
+
+    if attached.over:
+        return
+    text = getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longreprtext)
+    try:
+        told = disagreement(attached.agree_on_phase(report.outcome, text if not report.passed else ""))
+    except RuntimeError as error:
+        attached.over = True
+        told = f"rank 0 can no longer be reached: {error}"
+    if told and report.failed:
+        report.sections.append(("ranks", told))
+    elif told:
+        report.outcome, report.longrepr = "failed", told
+
+
+def _keep(config: pytest.Config, test: str, records: Sequence[Record], text: str) -> str:
+    """Write the artifacts of a failing test; what to say of them."""
+    from gefen_offload.ranks import artifacts
+
+    base = Path(config.getoption("--ranks-artifacts") or config.rootpath / ".ranks")
+    command = artifacts.rerun_command(config.rootpath, test)
+    try:
+        return f"artifacts: {artifacts.write(base, test, records, text, command)}\nrun again: {command}"
+    except OSError as error:
+        return f"artifacts: none, {error}\nrun again: {command}"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under a launcher only tests on ranks run: every process would run the others once more."""
+    """Two tiers are a usage error. Under a launcher only tests on ranks run: every process would run the others too."""
+    if mistakes := list(_mistakes(items)):
+        raise pytest.UsageError("\n".join(mistakes))
     if config.stash.get(_launch_key, None) is not None:
         others = [item for item in items if tier_of(item) is None]
         config.hook.pytest_deselected(items=others)
@@ -206,7 +258,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     from gefen_offload.ranks.attach import Attached
 
-    attached = session.config.stash[_attached_key] = Attached(launch, _said_by(session.config))
+    keep = functools.partial(_keep, session.config)
+    attached = session.config.stash[_attached_key] = Attached(launch, _said_by(session.config), keep)
     difference = attached.agree_on([item.nodeid for item in session.items])
     if difference is not None:
         attached.meet("disagreed", 10)
@@ -214,7 +267,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _said_by(config: pytest.Config) -> Callable[[str], None]:
-    """How a thread says something while a test is captured and will never end."""
+    """How to say something while a test is captured that will have no report."""
 
     def say(text: str) -> None:
         capture = config.pluginmanager.get_plugin("capturemanager")
@@ -228,7 +281,7 @@ def _said_by(config: pytest.Config) -> Callable[[str], None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Under a launcher rank 0 alone reports."""
+    """Under a launcher rank 0 alone reports, on the terminal and in files."""
     launch = session.config.stash.get(_launch_key, None)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if launch is not None and launch.rank != 0 and reporter is not None:
@@ -253,6 +306,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for trouble in config.stash.get(_troubles_key, []):
         terminalreporter.section("ranks", red=True)
         terminalreporter.line(trouble)
+    if config.getoption("--ranks-timing"):
+        from gefen_offload.ranks.timing import table
+
+        terminalreporter.section("time of tests on ranks, in milliseconds")
+        reports = [r for group in terminalreporter.stats.values() for r in group if isinstance(r, pytest.TestReport)]
+        terminalreporter.write("\n".join([*table(reports), ""]))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -272,13 +331,13 @@ def _inventory(config: pytest.Config) -> Inventory:
     return config.stash[_inventory_key]
 
 
-def _within_pytest_timeout(item: pytest.Item, seconds: float) -> float:
-    """Our deadline comes before pytest-timeout's, so that a hang is explained before the test is cut off."""
+def _cut_off(item: pytest.Item) -> float | None:
+    """When runs must be over, so that a hang is explained before pytest-timeout cuts the test off."""
     if not item.config.pluginmanager.hasplugin("timeout"):
-        return seconds
+        return None
     mark = item.get_closest_marker("timeout")
     if mark is not None:
         limit = mark.args[0] if mark.args else mark.kwargs.get("timeout")
     else:
         limit = item.config.getoption("timeout", None) or item.config.getini("timeout")
-    return min(seconds, 0.8 * float(limit)) if limit and float(limit) > 0 else seconds
+    return item.stash[_began_key] + 0.8 * float(limit) if limit and float(limit) > 0 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from types import ModuleType
 
 from gefen_offload.ranks import rank as child
 from gefen_offload.ranks.kill import TOKEN, Member, state
+from gefen_offload.ranks.outcome import Stage
 from gefen_offload.ranks.page import StatusPage
 from gefen_offload.ranks.wire import Channel
 
@@ -28,6 +30,7 @@ class RankProcess:
         self.boot = boot
         self.token = f"{run}.{boot.name}."
         self.page = StatusPage(boot.file("page"), create=True)
+        self.page.stage(Stage.START)  # from here on only the rank writes
         os.mkfifo(boot.file("ask"), 0o600)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=True)
@@ -47,14 +50,19 @@ class RankProcess:
         """None while it runs; minus the signal that killed it."""
         return self._process.exitcode
 
+    def ends_within(self, patience: float) -> bool:
+        """Whether it ends now or soon."""
+        return bool(select.select([self.pidfd], [], [], patience)[0]) and self.exit_code() is not None
+
     def state(self) -> str:
         return state(self.pid)
 
     def output(self, stream: str, start: int = 0) -> str:
-        """What the rank wrote to `out` or `err` since `start`."""
-        with open(self.boot.file(stream), "rb") as file:
+        """What the rank wrote to `out` or `err` since `start`; nothing if it died before it had the files."""
+        with contextlib.suppress(FileNotFoundError), open(self.boot.file(stream), "rb") as file:
             file.seek(start)
             return file.read().decode("utf-8", "replace")
+        return ""
 
     def fatal_stack(self) -> str:
         """What faulthandler wrote when the process died of a fatal signal."""

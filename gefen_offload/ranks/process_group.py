@@ -47,20 +47,12 @@ COLLECTIVES = (
 )
 
 
-def enter(join: Join, stage: Callable[[str], None], page: StatusPage) -> None:
-    """Connect to the parent's store and make the default group under this pool's prefix."""
+def enter(join: Join, stage: Callable[[str], None], page: StatusPage, store: Store | None) -> None:
+    """Connect to the parent's store, unless there is one, and make the default group under this pool's prefix."""
     flight.switch_on()
     stage(Stage.STORE)
-    _Connection.store = _connect(join)
+    _Connection.store = store if store is not None else _connect(join)
     stage(Stage.GROUP)
-    _make(join, join.prefix)
-    _Watch.page = page
-    _watch_collectives()
-
-
-def enter_with(store: Store, join: Join, page: StatusPage) -> None:
-    """The same with a store that there is already."""
-    _Connection.store = store
     _make(join, join.prefix)
     _Watch.page = page
     _watch_collectives()

@@ -7,7 +7,9 @@ name that the status page shows: a rank that fails while it is being set up repo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -32,6 +34,7 @@ from gefen_offload.ranks.wire import Channel, Handover, Join, Leave, Task, pack,
 DUMP_SIGNAL = signal.SIGRTMIN + 5  # faulthandler writes every thread's stack, without asking for the GIL
 MESSAGE_LIMIT = 16_000
 ORPHAN_PATIENCE = 5.0  # seconds that the reaper has, before a rank without a parent ends itself
+PR_SET_CHILD_SUBREAPER = 36
 _OURS = os.path.dirname(__file__)
 
 
@@ -67,12 +70,16 @@ def _leave_the_parents_terminal(boot: Boot) -> None:
         opened = os.open(path, mode | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(opened, fd)
         os.close(opened)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was said before a death must be there
     stacks = open(boot.file("stack"), "ab", buffering=0)  # noqa: SIM115 (open as long as the process)
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True, chain=False)
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_DFL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the pool sets the real number
+    ctypes.CDLL(None).prctl(
+        PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+    )  # a daemon that a test starts stays a child, and is seen
 
 
 def _watch(rank: Rank) -> None:
@@ -104,6 +111,14 @@ class Rank:
         self.join: Join | None = None
         self.broken: Outcome | None = None
         self.device = "cpu"
+        self._laps: dict[str, float] = {}
+        self._lapped = 0.0
+
+    def _lap(self, name: str) -> None:
+        """What took the time since the last lap; told with `--ranks-timing`."""
+        now = time.monotonic()
+        self._laps[name] = now - self._lapped
+        self._lapped = now
 
     def serve(self) -> None:
         """Import early, then one message after another until told to leave or the parent is gone."""
@@ -127,18 +142,22 @@ class Rank:
 
     def _import_torch(self) -> None:
         self.page.stage(Stage.IMPORT)
+        gc.disable()
         import torch
         import torch.distributed  # noqa: F401
 
-    def enter(self, join: Join) -> Outcome:
-        """Take a place in a group."""
+        gc.freeze()  # a collection after each test need not walk torch: see restore.py
+        gc.enable()
+
+    def enter(self, join: Join, store: Any = None) -> Outcome:
+        """Take a place in a group; without a store given, connect to the parent's."""
         self.join = join
         if self.broken is not None:
             return replace(self.broken, rank=join.rank)
         faults = FaultPlan(join.faults, join.rank, self.page)
-        return self._attempt(join.rank, -1, lambda: self._enter_group(join, faults), faults).outcome
+        return self._attempt(join.rank, -1, lambda: self._enter_group(join, faults, store), faults).outcome
 
-    def _enter_group(self, join: Join, faults: FaultPlan) -> None:
+    def _enter_group(self, join: Join, faults: FaultPlan, store: Any) -> None:
         """Device, store and process group, each a stage."""
         self._stage(Stage.DEVICE, faults)
         if join.devices:
@@ -149,10 +168,10 @@ class Rank:
             from gefen_offload.ranks.device import take_device
 
             self.device = take_device(join)
-        if join.backend is not None and join.store is not None:
+        if join.backend is not None:
             from gefen_offload.ranks import process_group
 
-            process_group.enter(join, lambda stage: self._stage(stage, faults), self.page)
+            process_group.enter(join, lambda stage: self._stage(stage, faults), self.page, store)
 
     def _stage(self, name: str, faults: FaultPlan) -> None:
         self.page.stage(name)
@@ -167,14 +186,17 @@ class Rank:
         join = self.join
         self.page.test(task.test)
         faults = FaultPlan(task.faults, join.rank, self.page)
-        surroundings = Surroundings(join.backend, join.threads)
+        surroundings = Surroundings(join, own_process=self.channel is not None)
+        self._laps, self._lapped = {}, time.monotonic()
         answer = self._attempt(join.rank, task.id, lambda: self._body(task, join, faults, surroundings), faults)
         outcome = answer.outcome
         if not outcome.bad:
-            leaks = self._attempt(join.rank, task.id, lambda: self._clean(surroundings), faults)
+            leaks = self._attempt(join.rank, task.id, lambda: self._clean(surroundings, faults), faults)
             if leaks.outcome.bad:
                 return leaks.outcome
-            outcome = replace(outcome, value=answer.value, leaks=tuple(leaks.value or ()))
+            self._lap("leaks")
+            told, laps = tuple(leaks.value or ()), tuple(self._laps.items())
+            outcome = replace(outcome, value=answer.value, leaks=told, fired=leaks.outcome.fired, laps=laps)
         return outcome
 
     def _body(self, task: Task, join: Join, faults: FaultPlan, surroundings: Any) -> Any:
@@ -183,6 +205,7 @@ class Rank:
             from gefen_offload.ranks import process_group
 
             process_group.renew(join, task.prefix)
+        self._lap("restore")
         self._stage(Stage.LOAD, faults)
         from gefen_offload.ranks.loading import load_modules
 
@@ -192,15 +215,21 @@ class Rank:
         folder.mkdir(parents=True, exist_ok=True)
         context = RankContext(join.rank, join.world, join.backend, folder, self.device, join.gpu, self.page, faults)
         surroundings.look()
+        self._lap("load")
         self._stage(Stage.BODY, faults)
         with faults.armed(join.backend):
             value = worker(context, *args, **kwargs)
+            if join.backend == "nccl":
+                sys.modules["torch"].cuda.synchronize()  # what a kernel does wrong is this test's, not the next one's
         self._exit_if_forked(task.id, join.rank)
+        self._lap("body")
         self._stage(Stage.RESULT, faults)
-        return pack(value, self.boot.folder)
+        packed = pack(value, self.boot.folder)
+        self._lap("result")
+        return packed
 
-    def _clean(self, surroundings: Any) -> list[str]:
-        self.page.stage(Stage.TEARDOWN)
+    def _clean(self, surroundings: Any, faults: FaultPlan) -> list[str]:
+        self._stage(Stage.TEARDOWN, faults)
         leaks: list[str] = surroundings.leaks()
         return leaks
 
@@ -250,8 +279,9 @@ class Rank:
             traceback.clear_frames(error.__traceback__)
 
     def _hand_over(self, channel: Channel, task: int, outcome: Outcome) -> None:
-        with contextlib.suppress(AttributeError):
-            sys.stdout.flush(), sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, ValueError, OSError):  # the body may have closed it
+                stream.flush()
         try:
             channel.send(Handover(task, outcome))
         except OSError:
@@ -272,7 +302,7 @@ def _classified(error: BaseException) -> tuple[Kind, str, Failure | None, int | 
     """Kind, reason, failure and code of what the action raised."""
     names = tuple(f"{c.__module__}.{c.__qualname__}" for c in type(error).__mro__)
     if _is_skip(error):
-        return Kind.SKIPPED, _message(error), None, None
+        return Kind.SKIPPED, _clipped(_message(error)), None, None
     failure = Failure(_short(names[0]), names, _clipped(_message(error)), _clipped(_traceback(error)))
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
     return Kind.RAISED, "", failure, code
@@ -307,6 +337,8 @@ def _short(name: str) -> str:
 
 
 def _clipped(text: str) -> str:
+    """Of bounded length, and what every file and terminal can take."""
+    text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= MESSAGE_LIMIT:
         return text
     half = MESSAGE_LIMIT // 2

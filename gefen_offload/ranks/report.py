@@ -78,12 +78,19 @@ def _details(outcome: Outcome) -> list[str]:
 
 
 def _shortened(stack: str) -> str:
-    """The stack without the frames of the import machinery and below our own loop; the artifacts have it whole."""
-    kept = [line for line in stack.splitlines() if not any(part in line for part in _DULL)]
+    """The stack without import machinery, pytest, our own loop and idle threads; the artifacts have it whole."""
+    kept: list[str] = []
+    for thread in stack.split("\n\n"):
+        lines = [line for line in thread.splitlines() if not any(part in line for part in _DULL)]
+        if not ("hread 0x" in thread and all("/threading.py" in line for line in lines[1:])):
+            kept += lines
     return "\n".join(kept[:STACK_LINES] + (["..."] if len(kept) > STACK_LINES else []))
 
 
-_DULL = ("<frozen ", "gefen_offload/ranks/", "/multiprocessing/", 'File "<string>"', "Extension modules:")
+_DULL = (
+    *("<frozen ", "gefen_offload/ranks/", "/multiprocessing/", 'File "<string>"', "Extension modules:"),
+    *("/_pytest/", "/pluggy/", "/pytest/__main__.py"),
+)
 
 
 def _output(evidence: Evidence) -> list[str]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 from typing import Any
 
-from gefen_offload.ranks.wire import Task
+from gefen_offload.ranks.flight import RECORDER
+from gefen_offload.ranks.kill import TOKEN, state
+from gefen_offload.ranks.wire import Join, Task
 
-PARENTS_ALONE = ("CUDA_VISIBLE_DEVICES",)  # the rank has its lease's
-KEPT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_FR_", "TORCH_NCCL_", "GEFEN_RANKS_")
+OURS = ("CUDA_VISIBLE_DEVICES", TOKEN)  # the lease's devices and the run: never the parent's
+KEPT = (*OURS, "OMP_NUM_THREADS", *RECORDER)  # set by the harness, unless the parent has them
 IGNORED_FILES = ("/dev/", "anon_inode:", "/memfd:", "/proc/")
 GPU_TOLERANCE = 32 << 20  # bytes: workspaces that libraries keep
 
@@ -20,33 +23,42 @@ GPU_TOLERANCE = 32 << 20  # bytes: workspaces that libraries keep
 class Surroundings:
     """Environment, seeds and settings around one task, and the differences that are leaks."""
 
-    def __init__(self, backend: str | None, threads: int) -> None:
-        self.backend, self.threads = backend, threads
+    def __init__(self, join: Join, own_process: bool) -> None:
+        self.join, self.backend = join, join.backend
+        self.own_process = own_process  # not pytest's, which a launcher started
         self._before: _Holdings | None = None
 
     def set(self, task: Task) -> None:
         """The parent's environment, path and directory; fixed seeds; torch's defaults."""
         _set_environment(task.environ)
+        if self.backend is not None:
+            _destroy_groups()
+        if self.own_process:
+            _set_process()
         sys.path[:] = task.path
         os.chdir(task.cwd)
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         if "torch" in sys.modules:
-            _set_torch(self.backend, task, self.threads)
+            _set_torch(self.join, task)
 
     def look(self) -> None:
         """Remember what the process holds before the body."""
         self._before = _Holdings.now()
 
     def leaks(self) -> list[str]:
-        """What the process holds now and did not before the body; groups are destroyed here, the rest is only told."""
+        """What the process holds now and did not before the body.
+
+        Groups are destroyed before the next body, not here: a peer may still be in its own, and use them.
+        """
         if self._before is None:
             return []
-        told = _destroy_groups() if self.backend is not None else []
+        extra = len(_extra_groups()) if self.backend is not None else 0
+        told = [f"{extra} process group(s)"] if extra else []
         gc.collect()
         gc.freeze()  # what is left stays: the next collection need not walk it
-        return told + self._before.compared_with(_Holdings.now(), self.backend)
+        return told + self._before.compared_with(_Holdings.now(), sockets=self.backend != "nccl" and not extra)
 
 
 class _Holdings:
@@ -59,10 +71,11 @@ class _Holdings:
     def now(cls) -> _Holdings:
         return cls(set(threading.enumerate()), _children(), _open_files(), _gpu_bytes())
 
-    def compared_with(self, now: _Holdings, backend: str | None) -> list[str]:
+    def compared_with(self, now: _Holdings, sockets: bool) -> list[str]:
+        """What is here now and was not before; sockets and pipes only if none of them belong to a group."""
         told = [f"thread {t.name!r}" for t in sorted(now.threads - self.threads, key=_name) if not _ends_soon(t)]
         told += [f"child process {pid}" for pid in sorted(now.children - self.children)]
-        told += [f"open file {path}" for path in _added(self.files, now.files) if _counts(path, backend)]
+        told += [f"open file {path}" for path in _added(self.files, now.files) if _counts(path, sockets)]
         if now.gpu > self.gpu + GPU_TOLERANCE:
             told.append(f"{(now.gpu - self.gpu) >> 20} MiB of GPU memory")
         return told
@@ -82,7 +95,7 @@ def _children() -> set[str]:
     for task in os.listdir("/proc/self/task"):
         try:
             with open(f"/proc/self/task/{task}/children") as file:
-                found |= set(file.read().split())
+                found |= {pid for pid in file.read().split() if state(int(pid)) not in ("zombie", "gone")}
         except OSError:
             continue
     return found
@@ -109,10 +122,10 @@ def _added(before: list[str], after: list[str]) -> list[str]:
     return sorted(added)
 
 
-def _counts(path: str, backend: str | None) -> bool:
+def _counts(path: str, sockets: bool) -> bool:
     """NCCL opens sockets and pipes when it first needs them; devices and kernel objects are libraries' own."""
     if path.startswith(("socket:", "pipe:")):
-        return backend != "nccl"
+        return sockets
     return not path.startswith(IGNORED_FILES) or path.startswith("/dev/shm/gefen")
 
 
@@ -124,29 +137,57 @@ def _gpu_bytes() -> int:
     return int(torch.cuda.memory_allocated())
 
 
-def _destroy_groups() -> list[str]:
+def _extra_groups() -> list[Any]:
     """Groups beyond the default one; torch keeps them until told."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     if not dist.is_initialized():
         return []
-    extra = [group for group in list(distributed_c10d._world.pg_map) if group is not dist.group.WORLD]
-    for group in extra:
+    return [group for group in list(distributed_c10d._world.pg_map) if group is not dist.group.WORLD]
+
+
+def _destroy_groups() -> None:
+    """What the last body made, which every rank has left by now."""
+    import torch.distributed as dist
+
+    for group in _extra_groups():
         dist.destroy_process_group(group)
-    return [f"{len(extra)} process group(s), destroyed now"] if extra else []
 
 
 def _set_environment(wanted: dict[str, str]) -> None:
     for name in list(os.environ):
-        if name not in wanted and not name.startswith(KEPT):
+        if name not in wanted and name not in KEPT:
             del os.environ[name]
     for name, value in wanted.items():
-        if os.environ.get(name) != value and name not in PARENTS_ALONE:
+        if os.environ.get(name) != value and name not in OURS:
             os.environ[name] = value
 
 
-def _set_torch(backend: str | None, task: Task, threads: int) -> None:
+def _set_process() -> None:
+    """Umask, signal mask and handlers, and the standard streams, as they were before the first test."""
+    if not _first:
+        umask = os.umask(0o077)
+        _first["umask"] = umask
+        for number in signal.valid_signals():
+            _first[number] = signal.getsignal(number)
+    os.umask(_first["umask"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals():
+        if _first[number] is not None and signal.getsignal(number) is not _first[number]:
+            signal.signal(number, _first[number])
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, f"__{name}__")
+        if stream is None or stream.closed:
+            stream = open(fd, "w", buffering=1, closefd=False)  # noqa: SIM115 (open as long as the process)
+            setattr(sys, f"__{name}__", stream)
+        setattr(sys, name, stream)
+
+
+_first: dict[Any, Any] = {}  # umask, and the handler of each signal
+
+
+def _set_torch(join: Join, task: Task) -> None:
     import torch
 
     torch.manual_seed(0)
@@ -159,8 +200,14 @@ def _set_torch(backend: str | None, task: Task, threads: int) -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.deterministic = False
     torch.backends.cudnn.benchmark = False
-    torch.set_num_threads(threads)
-    if backend is not None:
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+    torch.set_num_threads(join.threads)
+    if join.backend == "nccl":
+        torch.cuda.set_device(join.gpu)
+        torch.cuda.reset_peak_memory_stats()
+    if join.backend is not None:
         from gefen_offload.ranks import process_group
 
         process_group.set_timeout(max(1.0, 0.8 * task.timeout))

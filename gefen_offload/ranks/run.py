@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 import unittest
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,8 @@ from typing import Any, NoReturn
 
 from gefen_offload.ranks.artifacts import Record
 from gefen_offload.ranks.faults import Fault
-from gefen_offload.ranks.harness import Harness, harness
-from gefen_offload.ranks.outcome import Kind, Outcome, RankFailure, Verdict, complete, judge
+from gefen_offload.ranks.harness import BOOT_PATIENCE, Harness, harness
+from gefen_offload.ranks.outcome import Failure, Kind, Outcome, RankFailure, Stage, Verdict, complete, judge
 from gefen_offload.ranks.pool import Key, Pool
 from gefen_offload.ranks.report import Evidence, report
 from gefen_offload.ranks.result import Result
@@ -30,12 +31,17 @@ class Options:
     """How to run; see :meth:`gefen_offload.ranks.RankGroup.options`."""
 
     timeout: float = 120.0
+    until: float | None = None  # the time.monotonic() by which runs must be over; not with a timeout of their own
     stall: float | None = None
     fresh: bool = False
     new_group: bool = False
     backend: str | None = "gloo"
     faults: tuple[Fault, ...] = ()
     verbosity: int = 0
+
+    def within(self, seconds: float) -> float:
+        """So many seconds, or fewer if the test has no more."""
+        return seconds if self.until is None else min(seconds, max(0.0, self.until - time.monotonic()))
 
 
 @dataclass
@@ -44,6 +50,7 @@ class Host:
 
     name: str = "ranks"
     skip: Callable[[str], NoReturn] | None = None
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
     proofs: list[dict[str, Any]] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -64,12 +71,15 @@ class Run:
         self.options, self.host = options, host
         self.harness: Harness = harness()
         self.joined: list[Outcome] = []
+        self.boot = 0.0  # seconds until there were ranks
 
     def go(self, worker: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
         """Pack, dispatch, judge."""
         __tracebackhide__ = True
         payloads = [pack((worker, args, kwargs), self.harness.folder) for _ in range(self.key.world)]
+        begun = time.monotonic()
         pool, self.joined = self._pool()
+        self.boot = time.monotonic() - begun
         try:
             if any(o.bad for o in self.joined):
                 self._fail(pool, self.joined)
@@ -91,13 +101,14 @@ class Run:
         in_setup = any(f.in_setup for f in self.options.faults)
         self._give_back_other_gpus()
         if not self.options.fresh and not in_setup:
-            return self.harness.take(self.key)
+            return self.harness.take(self.key, patience=self.options.within(BOOT_PATIENCE))
         kept = self.host.pools.get(self.key)
         if kept is not None and not in_setup and not kept.dead():
             return kept, []
         if kept is not None:
             self.harness.retire(kept)
-        pool, joined = self.harness.take(self.key, fresh=True, faults=self.options.faults if in_setup else ())
+        faults = self.options.faults if in_setup else ()
+        pool, joined = self.harness.take(self.key, self.options.within(BOOT_PATIENCE), fresh=True, faults=faults)
         self.host.pools[self.key] = pool
         return pool, joined
 
@@ -117,7 +128,7 @@ class Run:
             environ=dict(os.environ),
             path=list(sys.path),
             cwd=os.getcwd(),
-            timeout=self.options.timeout,
+            timeout=self.options.within(self.options.timeout),
             prefix=self.harness.prefix() if self.options.new_group else None,
             faults=self.options.faults,
             verbosity=self.options.verbosity,
@@ -136,7 +147,9 @@ class Run:
         if len(fired) < len(self.options.faults):
             self._fail(pool, outcomes)
         out, err = self._output(pool)
-        values = [unpack(o.value) if o.value is not None else None for o in done]
+        values, done = opened(done)
+        if any(o.bad for o in done):
+            self._fail(pool, done)
         told = tuple(str(self.options.faults[i]) for i in sorted(fired))
         result = Result(values, seconds, tuple(replace(o, value=None) for o in done), tuple(out), tuple(err), told)
         self._note(pool, result)
@@ -144,7 +157,7 @@ class Run:
 
     def _note(self, pool: Pool, result: Result) -> None:
         """Proof and leaks, for the host; a pool with more than a leaked group left in it is not used again."""
-        self.host.proofs.append(proof(self.options.backend, result.outcomes))
+        self.host.proofs.append(proof(self.options.backend, result.outcomes, self.boot, result.seconds))
         self.host.leaks += result.leaks
         out, err = ([stream(r) for r in range(self.key.world)] for stream in (result.stdout, result.stderr))
         self.host.records.append(Record("passed", result.outcomes, out, err))
@@ -165,6 +178,8 @@ class Run:
         fired = self._fired([*self.joined, *done])
         missed = [str(f) for i, f in enumerate(self.options.faults) if i not in fired]
         notes = [f"fault {'fired' if i in fired else 'NEVER FIRED'}: {f}" for i, f in enumerate(self.options.faults)]
+        if verdict.first is not None:
+            notes.append(f"verdict {time.monotonic() - verdict.first.ended / 1e9:.2f} s after the first cause")
         text = self._record(pool, verdict, done, notes, f"a fault never fired: {'; '.join(missed)}" if missed else "")
         self.host.proofs.append(proof(self.options.backend, done))
         self._drop(pool)
@@ -185,7 +200,11 @@ class Run:
         if outcomes:
             notes = [f"interrupted by {type(error).__name__}"]
             verdict = judge(outcomes, self.key.world)
-            print(self._record(pool, verdict, complete(outcomes, self.key.world), notes), file=sys.stderr)
+            text = self._record(pool, verdict, complete(outcomes, self.key.world), notes)
+            if isinstance(error, KeyboardInterrupt):
+                self.host.say(text)  # the test will have no report
+            else:
+                print(text, file=sys.stderr)
         self._drop(pool)
 
     def _drop(self, pool: Pool) -> None:
@@ -201,9 +220,33 @@ class Run:
         return out, err
 
 
-def proof(backend: str | None, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What a run proves, as plain data: which devices its ranks had, and which ranks reached the end of the body."""
+def opened(outcomes: Sequence[Outcome]) -> tuple[list[Any], list[Outcome]]:
+    """What the ranks returned; a rank whose value cannot be made again here has failed."""
+    values, seen = [], []
+    for outcome in outcomes:
+        value = None
+        try:
+            value = unpack(outcome.value) if outcome.value is not None else None
+        except Exception as error:
+            name = type(error).__name__
+            text = f"what the rank returned cannot be made again here: {name}: {error}"
+            failure = Failure(name, (name,), text, traceback.format_exc())
+            outcome = replace(outcome, kind=Kind.RAISED, stage=Stage.RESULT, failure=failure, value=None)
+        values.append(value)
+        seen.append(outcome)
+    return values, seen
+
+
+def proof(backend: str | None, outcomes: Sequence[Outcome], boot: float = 0.0, run: float = 0.0) -> dict[str, Any]:
+    """What a run proves, as plain data: which devices its ranks had, and which ranks reached the end of the body.
+
+    `times`: seconds until there were ranks, of the slowest rank's laps, and of the rest of the run.
+    """
+    laps = [dict(o.laps) for o in outcomes]
+    times = {name: round(max(lap.get(name, 0.0) for lap in laps), 4) for name in laps[0]} if laps else {}
+    dispatch = max(0.0, run - max((sum(lap.values()) for lap in laps), default=0.0))
     return {
+        "times": {"boot": round(boot, 4), "dispatch": round(dispatch, 4), **times},
         "world": len(outcomes),
         "backend": backend,
         "devices": [o.device for o in outcomes],

@@ -11,7 +11,7 @@ from dataclasses import replace
 from gefen_offload.ranks import hang
 from gefen_offload.ranks.outcome import Kind, Outcome
 from gefen_offload.ranks.process import RankProcess
-from gefen_offload.ranks.wire import Handover
+from gefen_offload.ranks.wire import GarbledError, Handover
 
 GRACE = 0.5  # seconds that the other ranks have, after the first failure, to hand over their own
 TICK = 0.1
@@ -51,16 +51,22 @@ class Supervisor:
         """Whatever a rank sent; its end, if it ended. A rank that is done is no longer waited for."""
         process = self.processes[rank]
         dead = process.exit_code() is not None
-        self._note(rank, process.channel.drain())
-        if dead and rank in self._pending:
-            self._add(_death(rank, process, self.begun))
-        if rank not in self._pending or dead:
+        cut = ""
+        try:
+            self._note(rank, process.channel.drain())
+        except GarbledError as error:
+            cut = f"wrote something else than an outcome into its pipe ({error})"
+        if (
+            process.channel.ended and not dead and not cut
+        ):  # the kernel closes the pipe of a dying process before it ends
+            dead = process.ends_within(GRACE)
+            cut = "closed its pipe and handed over no outcome"
+        if rank in self._pending and (dead or cut):
+            self._add(_death(rank, process, self.begun, cut))
+        if rank not in self._pending:
             for fd in (process.channel.fd, process.pidfd):
                 with contextlib.suppress(KeyError, ValueError):
                     selector.unregister(fd)
-        elif process.channel.ended:
-            with contextlib.suppress(KeyError, ValueError):
-                selector.unregister(process.channel.fd)  # its end closed: the process is about to end too
 
     def _note(self, rank: int, messages: Sequence[object]) -> None:
         for message in messages:
@@ -94,7 +100,7 @@ class Supervisor:
         """Second outcomes that arrived just after the first."""
         for rank, process in enumerate(self.processes):
             if rank not in self._pending:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, GarbledError):
                     self._note(rank, process.channel.drain())
 
     def _look_at_pending(self) -> None:
@@ -123,8 +129,8 @@ class Supervisor:
             )
 
 
-def _death(rank: int, process: RankProcess, begun: float) -> Outcome:
-    """The outcome of a rank that ended without one, as far as its page and the kernel tell."""
+def _death(rank: int, process: RankProcess, begun: float, cut: str) -> Outcome:
+    """The outcome of a rank that ended without one, or cut itself off, as far as its page and the kernel tell."""
     code = process.exit_code()
     status = process.page.read()
     return Outcome(
@@ -135,6 +141,7 @@ def _death(rank: int, process: RankProcess, begun: float) -> Outcome:
         time.monotonic_ns(),
         time.monotonic() - begun,
         code=code,
+        reason=cut if code is None else "",
         mark=status.mark,
         fired=status.fired,
         stack=process.fatal_stack(),

@@ -97,4 +97,4 @@ def _bits(value: float) -> bytes:
 
 
 def _within(left: float, right: float, allowed: float) -> bool:
-    return allowed > 0 and abs(left - right) <= allowed
+    return allowed > 0 and math.isfinite(left) and math.isfinite(right) and abs(left - right) <= allowed

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 INLINE = 16 * 1024
+LARGEST = 1 << 40  # bytes; a message that claims more is none
 _LENGTH = struct.Struct("<Q")
 
 
@@ -177,6 +178,10 @@ def _restore_tensor(raw: bytearray, dtype: str, shape: tuple[int, ...]) -> torch
     return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
 
 
+class GarbledError(Exception):
+    """What came through the pipe is no message: something else wrote into it."""
+
+
 class Channel:
     """One end of a socket pair: whole messages out, and in whatever pieces they come."""
 
@@ -208,7 +213,10 @@ class Channel:
                 return None
 
     def drain(self) -> list[Any]:
-        """Non-blocking end: every whole message that has arrived; sets `ended` at the end of the stream."""
+        """Non-blocking end: every whole message that has arrived; sets `ended` at the end of the stream.
+
+        Raises GarbledError when something else than messages came.
+        """
         messages = []
         with contextlib.suppress(BlockingIOError):
             while self._fill():
@@ -228,15 +236,24 @@ class Channel:
         messages: list[Any] = []
         while len(self._buffer) >= _LENGTH.size and (all_of_them or not messages):
             end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+            if end > LARGEST:
+                raise GarbledError(f"a message of {end} bytes")
             if len(self._buffer) < end:
                 break
-            messages.append(pickle.loads(bytes(self._buffer[_LENGTH.size : end])))
+            messages.append(_opened(bytes(self._buffer[_LENGTH.size : end])))
             del self._buffer[:end]
         return messages
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self.fd)
+
+
+def _opened(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise GarbledError(f"{type(error).__name__}: {error}") from error
 
 
 def worker_problem(worker: Callable[..., Any]) -> str | None:

@@ -82,6 +82,39 @@ def test_interrupt_of_the_whole_group(tmp_path):
     os.killpg(mortal.child.process.pid, signal.SIGINT)
     mortal.check_gone()
     assert mortal.child.process.returncode == pytest.ExitCode.INTERRUPTED
+    assert "interrupted by KeyboardInterrupt" in mortal.child.output
+    assert "in linger" in mortal.child.output  # where the ranks were
+
+
+def test_death_of_the_reaper_too(tmp_path):
+    """When the reaper is killed and then pytest, the ranks end themselves a moment later."""
+    mortal = Mortal(tmp_path, "-k", "lingers")
+    mortal.wait_for_ranks()
+    ranks = [int(Path(f"{mortal.ready}.{r}").read_text()) for r in (0, 1)]
+    (reaper,) = (pid for pid in carrying(str(mortal.pids_file)) if b"ranks.reaper" in command_of(pid))
+    os.kill(reaper, signal.SIGKILL)
+    os.kill(mortal.child.process.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, ranks)), 60, f"the end of {ranks}")
+    for pid in mortal.alive():  # the ranks' own children, whom nobody was left to end
+        os.kill(pid, signal.SIGKILL)
+    for file in Path("/dev/shm").glob(f"*{mortal.mark}*"):
+        file.unlink()
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_two_runs_side_by_side(tmp_path):
+    """The death of one run is nothing to another one beside it, whose tests go on and pass."""
+    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
+    one, other = Mortal(tmp_path / "one", "-k", "lingers"), Mortal(tmp_path / "other", "-k", "until_told")
+    one.wait_for_ranks(), other.wait_for_ranks()
+    os.kill(one.child.process.pid, signal.SIGKILL)
+    one.check_gone()
+    other.ready.touch()
+    other.check_gone()
+    assert other.child.process.returncode == 0, other.child.output
 
 
 def test_ignored_interrupt(tmp_path):

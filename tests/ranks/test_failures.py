@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from support.child_pytest import ChildPytest, run_child
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for whole suites
 BROKEN = Path(__file__).parent / "suites"
-SLACK = 12.0  # seconds on a busy machine: the sleeps in the broken tests are 60 s, so this still tells
+SLACK = 12.0  # seconds to a verdict on a busy machine: the sleeps in the broken tests are 60 s, so this still tells
 
 BODY_ENDINGS = {
     "raise": "raised ValueError: the reason in stage 'body'",
@@ -29,14 +30,24 @@ BODY_ENDINGS = {
     "textless-exception": "its text could not be made",
     "keyboard-interrupt": "raised KeyboardInterrupt",
     "loud": "characters left out",
+    "no-text": "raised ValueError: half a character: \\udcff",
+    "cut-off": "closed its pipe and handed over no outcome in stage 'body'",
+    "another-program": "closed its pipe and handed over no outcome in stage 'body'",
+    "garbage": "wrote something else than an outcome into its pipe (a message of",
+    "short-garbage": "wrote something else than an outcome into its pipe (UnpicklingError",
+    "thread": "exited with code 8 and no outcome in stage 'body'",
+    "last-words": "the last words",
     "verbose": "raised ValueError: the reason",
 }
 OTHERWISE = {
     "test_unpicklable_value[lambda]": ["rank 0, 1 of 2 failed", "lambda", "stage 'result'"],
     "test_unpicklable_value[socket]": ["rank 0, 1 of 2 failed", "cannot pickle 'socket'", "stage 'result'"],
+    "test_unpicklable_value[unopenable]": ["rank 0, 1 of 2 failed", "cannot be made again here", "stage 'result'"],
     "test_hang[python]": ["rank 1 of 2 failed", "did not finish", "in sleep_in_python"],
     "test_hang[gil]": ["rank 1 of 2 failed", "did not finish", "in hold_the_gil", "in stage 'body'"],
     "test_hang[stopped]": ["rank 1 of 2 failed", "did not finish (process stopped)", "in kill_self"],
+    "test_stopped_between_runs": ["rank 1 of 2 failed", "(process stopped) in stage 'wait for a task'"],
+    "test_second_run_hangs": ["rank 1 of 2 failed", "did not finish", "in sleep_in_python"],
     "test_stall": ["rank 0, 1 of 2 failed", "did not finish", "after mark 'about to be quiet'", "in quiet"],
     "test_extra_outcome": ["rank 1 of 2 failed", "handed over more than one outcome"],
     "test_skip[two]": ["the ranks do not agree on skipping", "rank 0 skipped: one", "rank 1 skipped: other"],
@@ -49,7 +60,7 @@ OTHERWISE = {
     "test_expected_otherwise": ["rank 1 failed first, not rank 0", "not 'result'", "did not get SIGTERM"],
     "test_expected_and_passed": ["expected a failure of the ranks, and they passed"],
 }
-STAGES = ["device", "load worker", "body", "result"]
+STAGES = ["device", "load worker", "body", "result", "teardown"]
 FAULTS = {
     "throw": "raised gefen_offload.ranks.faults.InjectedError: injected",
     "kill": "was killed by SIGKILL (9)",
@@ -58,6 +69,7 @@ FAULTS = {
 PASS = [
     *(f"test_sizes[{size}]" for size in (0, 1, 20_000, 1_000_000, 100_000_000)),
     *("test_dies_between_tests", "test_after_one_that_died", "test_leaks_a_thread", "test_leaks_a_file"),
+    "test_leaks_a_daemon",
     *("test_leaks_children", "test_pollutes", "test_is_not_polluted", "test_expected"),
 ]
 
@@ -109,20 +121,26 @@ def test_the_end_of_one_rank(free, ending):
     assert "rank 0 passed" in report.text
 
 
-@pytest.mark.parametrize("ending", ["raise", "exit3", "sigkill", "abort", "loud"])
+@pytest.mark.parametrize("ending", ["raise", "exit3", "sigkill", "abort", "loud", "cut-off"])
 def test_the_end_of_one_rank_beside_a_busy_one(free, ending):
     """With rank 0 busy for a minute the verdict is as soon, and says where rank 0 was."""
     report = free.report(f"test_peer_busy[{ending}]")
     check_ending(report, ending)
     assert "secondary: rank 0 was still running" in report.text
     assert "in on_rank_one_alone" in report.text.partition("secondary")[2]
+    assert "threading.py" not in report.text.partition("secondary")[2]  # the rank's own watch says nothing
+
+
+def latency(report) -> float:
+    """Seconds from the first cause to the verdict, as the report has it; how long ranks take to start is no part."""
+    return float(re.search(r"verdict ([0-9.]+) s after the first cause", report.text)[1])
 
 
 def check_ending(report, ending):
     assert report.outcome == "failed"
     assert "rank 1 of 2 failed" in report.text
     assert BODY_ENDINGS[ending] in report.text
-    assert report.seconds < SLACK
+    assert latency(report) < SLACK
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
@@ -131,7 +149,7 @@ def test_other_failures(free, name):
     report = free.report(name)
     assert report.outcome == "failed"
     assert [part for part in OTHERWISE[name] if part not in report.text] == [], report.text
-    assert report.seconds < SLACK
+    assert "first cause" not in report.text or latency(report) < SLACK
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -142,7 +160,7 @@ def test_faults_in_every_stage(free, fault, stage):
     assert report.outcome == "failed"
     assert f"rank 1 {FAULTS[fault]} in stage '{stage}'" in report.text
     assert "fault fired" in report.text
-    assert report.seconds < SLACK
+    assert latency(report) < SLACK
 
 
 @pytest.mark.parametrize("name", PASS)
@@ -177,25 +195,37 @@ def test_death_after_the_last_test(tmp_path):
 
 
 DIES_LATE = """
-import signal, time
+import os, signal, time
+from pathlib import Path
 import pytest
 
-def late(context):
-    if context.rank == 0:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+pids = []
+
+def pid(context):
+    return os.getpid()
 
 @pytest.mark.gloo2
 def test_dies_late(ranks):
-    ranks.options(backend=None).run(late)
+    pids[:] = ranks.options(backend=None).run(pid).values
 
 def test_later():
-    time.sleep(1)
+    os.kill(pids[0], signal.SIGALRM)
+    while Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
 """
+
+
+LEAKS = {
+    "thread": "thread 'left-behind'",
+    "file": "open file",
+    "children": "child process",
+    "daemon": "child process",
+}
 
 
 def test_leaks_are_named(free):
     """A thread, an open file and children are told as warnings that name the test."""
-    for name, what in {"thread": "thread 'left-behind'", "file": "open file", "children": "child process"}.items():
+    for name, what in LEAKS.items():
         test = f"test_leaks_{'a_' if name != 'children' else ''}{name}"
         assert f"{test} left behind: rank 1: {what}" in free.output, free.output[-3000:]
 
@@ -250,7 +280,7 @@ def test_peer_in_a_collective(gloo, ending, size):
     report = gloo.report(f"test_peer_in_a_collective[{ending}-{size}]")
     assert f"first cause: {GLOO_ENDINGS[ending]} in stage 'body' after mark 'step 1'" in report.text
     assert "secondary: rank 0" in report.text
-    assert report.seconds < SLACK
+    assert latency(report) < SLACK
 
 
 def test_hang_in_a_collective(gloo):
@@ -276,7 +306,7 @@ def test_failure_before_the_group(gloo, stage):
         f"first cause: rank 1 raised gefen_offload.ranks.faults.InjectedError: before the group in stage '{stage}'"
         in (report.text)
     )
-    assert report.seconds < 3 * SLACK
+    assert latency(report) < SLACK
 
 
 def test_killed_in_a_collective(gloo):

@@ -40,13 +40,55 @@ def test_case(ranks, case, tmp_path, monkeypatch):
     assert result.values[0][2:] == ([], case.name)
 
 @pytest.mark.gloo2
+def test_unknown_option(ranks):
+    ranks.options(timout=3)
+"""
+TIMED = """
+import time, pytest
+
+def work(context):
+    time.sleep(0.2)
+
+@pytest.mark.gloo2
+@pytest.mark.parametrize("number", range(2))
+def test_timed(ranks, number):
+    ranks.options(backend=None).run(work)
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["one-process", "xdist"])
+def test_timing(tmp_path, workers):
+    """--ranks-timing says for each test what the start of ranks, the body and the rest took; bodies add up."""
+    (tmp_path / "test_it.py").write_text(TIMED)
+    lines = run_child(tmp_path, "test_it.py", "--ranks-timing", *workers).output.splitlines()
+    words = next(line.split() for line in lines if line.split()[:2] == ["test", "boot"])
+    rows = {
+        line.split()[-1]: dict(zip(words, map(float, line.split()[:8]), strict=True))
+        for line in lines
+        if "  test_" in line
+    }
+    total = next(
+        dict(zip(words, map(float, line.split()[:8]), strict=True)) for line in lines if line.endswith("  2 tests")
+    )
+    assert sorted(rows) == ["test_it.py::test_timed[0]", "test_it.py::test_timed[1]"]
+    for row in rows.values():
+        assert 200 <= row["body"] <= row["test"]
+        assert sum(row[word] for word in words[1:]) <= row["test"]
+    assert rows["test_it.py::test_timed[1]"]["boot"] < rows["test_it.py::test_timed[0]"]["boot"]
+    assert total["body"] == pytest.approx(sum(row["body"] for row in rows.values()), abs=0.2)
+
+
+TWO_TIERS = """
+import pytest
+
+pytestmark = pytest.mark.gloo2
+
 @pytest.mark.gloo4
 def test_two_tiers(ranks):
     pass
 
-@pytest.mark.gloo2
-def test_unknown_option(ranks):
-    ranks.options(timout=3)
+def test_other():
+    pass
 """
 
 
@@ -62,7 +104,7 @@ def test_import_modes(tmp_path, mode):
     """Workers and argument types of a test file are found under every import mode, in a folder without a package."""
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "test_cases.py").write_text(CASES)
-    child = run_child(tmp_path, f"--import-mode={mode}", "deep/er/test_cases.py", "-k", "test_case or unknown")
+    child = run_child(tmp_path, f"--import-mode={mode}", "deep/er/test_cases.py")
     for name in ("test_case[one]", "test_case[two]"):
         assert child.report(name).outcome == "passed", child.report(name).text
     proofs = child.report("test_case[one]", "teardown").properties
@@ -73,12 +115,14 @@ def test_import_modes(tmp_path, mode):
 
 
 def test_two_tiers_are_a_mistake(tmp_path):
-    """A test with two tiers is a usage error that names them."""
-    (tmp_path / "test_cases.py").write_text(CASES)
-    child = run_child(tmp_path, "test_cases.py", "-k", "two_tiers")
-    assert "has several tiers: gloo2, gloo4" in child.output
-    assert "plugin.py" not in child.output  # a sentence, no traceback of ours
-    assert child.process.returncode != 0
+    """A test with two tiers is a usage error that names them, before any test runs and without a traceback."""
+    (tmp_path / "test_it.py").write_text(TWO_TIERS)
+    child = run_child(tmp_path, "test_it.py")
+    assert "ERROR: test_it.py::test_two_tiers has several tiers: gloo2, gloo4; a test has one" in child.output
+    assert "Traceback" not in child.output
+    assert child.reports == []
+    assert child.process.returncode == pytest.ExitCode.USAGE_ERROR
+    assert run_child(tmp_path, "test_it.py", "-k", "other").process.returncode == 0
 
 
 PROGRAM = """

@@ -33,11 +33,15 @@ def test_bands():
     assert RUN.parts_from(other, absolute=0.02).step == 3
 
 
-def test_nan_is_in_no_band():
-    """A NaN equals only itself, and zero differs from minus zero where bits are asked for."""
+def test_nan_and_infinity_are_in_no_band():
+    """A NaN or an infinity equals only itself, and zero differs from minus zero where bits are asked for."""
     one = LossTrajectory.of([math.nan])
     assert one.parts_from(LossTrajectory.of([math.nan])) is None
     assert one.parts_from(LossTrajectory.of([1.0]), absolute=10).step == 0
+    endless = LossTrajectory.of([math.inf])
+    assert endless.parts_from(LossTrajectory.of([math.inf]), relative=1e-3) is None
+    assert endless.parts_from(LossTrajectory.of([1.0]), relative=1e-3).step == 0
+    assert endless.parts_from(LossTrajectory.of([-math.inf]), relative=1e-3).step == 0
     assert LossTrajectory.of([0.0]).parts_from(LossTrajectory.of([-0.0])).step == 0
 
 

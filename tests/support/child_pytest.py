@@ -65,9 +65,13 @@ class ChildPytest:
             preexec_fn=_default_signals,
         )
 
+    @staticmethod
+    def path(*first: str) -> str:
+        """The module path of a child, with folders of its own put first."""
+        return os.pathsep.join(filter(None, [*first, str(TESTS), os.environ.get("PYTHONPATH")]))
+
     def _variables(self) -> dict[str, str]:
-        path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-        variables = {"TMPDIR": str(self.temp), "PYTHONPATH": path, "REPORT_LINES": str(self.reports_file)}
+        variables = {"TMPDIR": str(self.temp), "PYTHONPATH": self.path(), "REPORT_LINES": str(self.reports_file)}
         return {**variables, "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
 
     def wait(self, patience: float = PATIENCE) -> int:

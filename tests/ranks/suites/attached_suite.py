@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gefen_offload.ranks import expect_failure
+from gefen_offload.ranks import faults as f
 
 COLLECTED = range(2 + (os.environ.get("DISAGREE") == os.environ.get("RANK", "none")))
 
@@ -29,6 +30,22 @@ def rank_one_raises(context, peer_waits):
         raise ValueError("only on rank 1")
     if peer_waits:
         dist.all_reduce(torch.ones(1))
+
+
+def say_and_raise(context):
+    print(f"said by rank {context.rank}")
+    os.write(2, f"cried by rank {context.rank}\n".encode())
+    if context.rank == 1:
+        raise ValueError("only on rank 1")
+    return context.rank
+
+
+def say(context):
+    print(f"said by rank {context.rank}")
+
+
+def many_bytes(context, data):
+    return data
 
 
 def rank_one_stays_away(context):
@@ -80,3 +97,55 @@ def test_raises_beside_a_waiting_peer(ranks):
 @pytest.mark.gloo2
 def test_hangs(ranks):
     ranks.options(timeout=3).run(rank_one_stays_away)
+
+
+@pytest.mark.gloo2
+def test_says_it(ranks):
+    result = ranks.run(say)
+    assert [result.stdout(rank) for rank in (0, 1)] == ["said by rank 0\n", "said by rank 1\n"]
+
+
+@pytest.mark.gloo2
+def test_says_and_raises(ranks):
+    ranks.run(say_and_raise)
+
+
+@pytest.mark.gloo2
+@pytest.mark.parametrize("size", [0, 1, 100_000_000], ids=str)
+def test_sizes(ranks, size):
+    assert ranks.run(many_bytes, bytes(size)).values == [bytes(size)] * 2
+
+
+@pytest.fixture
+def broken_on_rank_one():
+    if os.environ.get("RANK") == "1":
+        raise LookupError("the fixture has no data on rank 1")
+
+
+@pytest.mark.gloo2
+def test_fixture_of_rank_one(broken_on_rank_one, ranks):
+    ranks.run(add, 0)
+
+
+@pytest.mark.gloo2
+def test_leaves_before_a_run(ranks):
+    if os.environ.get("RANK") == "1":
+        raise LookupError("rank 1 goes another way")
+    ranks.run(say)
+
+
+@pytest.mark.gloo2
+def test_after_it(ranks):
+    assert ranks.run(add, 5).values[0][0].tolist() == [11.0] * 3
+
+
+@pytest.mark.gloo2
+def test_check_after_the_run(ranks):
+    ranks.run(add, 0)
+    assert os.environ.get("RANK") == "0", "the check after the run"
+
+
+@pytest.mark.gloo2
+@pytest.mark.parametrize("stage", ["device", "store", "process group"])
+def test_fault_in_setup(ranks, stage):
+    ranks.options(faults=[f.throw(1, f.stage(stage))]).run(add, 0)

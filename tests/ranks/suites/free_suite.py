@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,39 @@ def segfault():
     ctypes.string_at(0)
 
 
+def cut_off():
+    os.closerange(3, 256)
+    time.sleep(LONG)
+
+
+def become_another():
+    os.execv(sys.executable, [sys.executable, "-S", "-c", f"import time; time.sleep({LONG})"])
+
+
+def write_into_the_pipe(data):
+    for fd in range(3, 32):
+        if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            os.write(fd, data)
+    time.sleep(LONG)
+
+
+class Unopenable:
+    """Can be packed, and not be made again."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def die_from_a_thread():
+    threading.Thread(target=lambda: (time.sleep(0.1), os._exit(8))).start()
+    time.sleep(LONG)
+
+
+def print_and_die():
+    print("the last words")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class HoldsALock(Exception):
     """Cannot be pickled, and its constructor cannot be called again."""
 
@@ -91,7 +125,7 @@ def fork_and_return(context):
 
 
 def returns(context, kind, size):
-    values = {"bytes": bytes(size), "lambda": lambda: 0, "socket": socket.socket}
+    values = {"bytes": bytes(size), "lambda": lambda: 0, "unopenable": Unopenable()}
     return values[kind] if kind != "socket" else socket.socket()
 
 
@@ -127,8 +161,14 @@ def leave_a_landmine():
     Landmine()
 
 
-def leave_an_alarm():
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+pids = []
+
+
+def kill_and_wait(pid):
+    """An end between tests."""
+    os.kill(pid, signal.SIGALRM)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
 
 
 def leave_a_thread():
@@ -149,6 +189,15 @@ def leave_a_child(path, new_session):
         file.write(f"{child.pid}\n")
 
 
+def leave_a_daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(LONG)
+        os._exit(0)
+    os.wait()
+
+
 def leave_children(path):
     leave_a_child(path, False)
     leave_a_child(path, True)
@@ -158,12 +207,24 @@ def pollute(context):
     os.environ["POLLUTED"] = "yes"
     os.chdir("/")
     sys.path.insert(0, "/polluted")
+    os.environ["TORCH_NCCL_POLLUTED"] = "yes"
+    os.umask(0o777)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    sys.stdout.close()
 
 
 def polluted(context):
     import random
 
-    return os.environ.get("POLLUTED"), os.getcwd(), "/polluted" in sys.path, random.random()
+    print("heard")
+    process = os.umask(0o022), signal.getsignal(signal.SIGUSR1), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    variables = os.environ.get("POLLUTED"), os.environ.get("TORCH_NCCL_POLLUTED")
+    return variables, os.getcwd(), "/polluted" in sys.path, process, random.random()
+
+
+def pid(context):
+    return os.getpid()
 
 
 def marks(context, count):
@@ -190,6 +251,13 @@ ENDINGS = {
     "textless-exception": (throw, NoText),
     "keyboard-interrupt": (throw, KeyboardInterrupt),
     "loud": (shout, 100_000_000),
+    "no-text": (throw, ValueError, "half a character: \udcff"),
+    "cut-off": (cut_off,),
+    "another-program": (become_another,),
+    "garbage": (write_into_the_pipe, b"no message"),
+    "short-garbage": (write_into_the_pipe, b"\3\0\0\0\0\0\0\0abc"),
+    "thread": (die_from_a_thread,),
+    "last-words": (print_and_die,),
     "verbose": (print_much, 100_000_000),
 }
 
@@ -201,13 +269,13 @@ def test_peer_done(free, ending):
 
 
 @pytest.mark.gloo2
-@pytest.mark.parametrize("ending", ["raise", "exit3", "sigkill", "abort", "loud"])
+@pytest.mark.parametrize("ending", ["raise", "exit3", "sigkill", "abort", "loud", "cut-off"])
 def test_peer_busy(free, ending):
     free.run(on_rank_one_alone, *ENDINGS[ending])
 
 
 @pytest.mark.gloo2
-@pytest.mark.parametrize("kind", ["lambda", "socket"])
+@pytest.mark.parametrize("kind", ["lambda", "socket", "unopenable"])
 def test_unpicklable_value(free, kind):
     free.run(returns, kind, 0)
 
@@ -242,7 +310,7 @@ def test_skip(free, reasons):
 
 
 @pytest.mark.gloo2
-@pytest.mark.parametrize("stage", ["device", "load worker", "body", "result"])
+@pytest.mark.parametrize("stage", ["device", "load worker", "body", "result", "teardown"])
 @pytest.mark.parametrize("fault", ["throw", "kill", "leave"])
 def test_fault_in_stage(free, stage, fault):
     free.options(faults=[getattr(f, fault)(1, f.stage(stage))]).run(marks, 1)
@@ -255,18 +323,37 @@ def test_dies_in_teardown(free):
 
 @pytest.mark.gloo2
 def test_dies_between_tests(free):
-    free.run(on_rank_one, leave_an_alarm)
+    pids[:] = free.run(pid).values
 
 
 @pytest.mark.gloo2
 def test_after_one_that_died(free):
-    time.sleep(1)
+    kill_and_wait(pids[1])
     assert free.run(marks, 1).values == [None, None]
+
+
+@pytest.mark.gloo2
+def test_stopped_between_runs(free):
+    os.kill(free.run(pid).values[1], signal.SIGSTOP)
+    free.options(timeout=1).run(pid)
+
+
+@pytest.mark.gloo2
+@pytest.mark.timeout(12)
+def test_second_run_hangs(ranks):
+    ranks.options(backend=None).run(pid)
+    time.sleep(5)
+    ranks.options(backend=None).run(on_rank_one, sleep_in_python)
 
 
 @pytest.mark.gloo2
 def test_leaks_a_thread(free):
     free.run(on_rank_one, leave_a_thread)
+
+
+@pytest.mark.gloo2
+def test_leaks_a_daemon(free):
+    free.run(on_rank_one, leave_a_daemon)
 
 
 @pytest.mark.gloo2
@@ -291,9 +378,12 @@ def test_pollutes(free):
 
 @pytest.mark.gloo2
 def test_is_not_polluted(free):
-    first = free.run(polluted).values
-    assert first[0][:3] == (None, os.getcwd(), False)
-    assert free.run(polluted).values == first
+    result = free.run(polluted)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert result.values[0][:4] == ((None, None), os.getcwd(), False, (umask, signal.SIG_DFL, set()))
+    assert result.stdout(1) == "heard\n"
+    assert free.run(polluted).values == result.values
 
 
 @pytest.mark.gloo2
@@ -338,9 +428,3 @@ def test_expected_and_passed(free):
 
 def test_without_a_tier(ranks):
     raise AssertionError("not reached")
-
-
-@pytest.mark.gloo2
-def test_last_one_dies_after_the_session(free):
-    free.run(on_rank_one, leave_an_alarm)
-    time.sleep(0.1)

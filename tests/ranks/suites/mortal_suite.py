@@ -26,9 +26,17 @@ def linger(context):
     children = [subprocess.Popen(SLEEP, start_new_session=new) for new in (False, True)]
     shared = SharedMemory(create=True, size=1 << 16, name=f"mortal-{os.environ['MORTAL']}-{context.rank}")
     note(os.getpid(), *(child.pid for child in children))
-    Path(os.environ["READY"]).with_suffix(f".{context.rank}").touch()
+    Path(os.environ["READY"]).with_suffix(f".{context.rank}").write_text(str(os.getpid()))
     time.sleep(LONG)
     shared.close()
+
+
+def wait_until_told(context):
+    """Worker: it passes when the file is there."""
+    note(os.getpid())
+    Path(os.environ["READY"]).with_suffix(f".{context.rank}").touch()
+    while not Path(os.environ["READY"]).exists():
+        time.sleep(0.02)
 
 
 def chat(context, number):
@@ -54,6 +62,11 @@ def the_parent():
 @pytest.mark.gloo2
 def test_lingers(ranks):
     ranks.options(backend=None, timeout=LONG).run(linger)
+
+
+@pytest.mark.gloo2
+def test_until_told(ranks):
+    ranks.options(backend=None, timeout=LONG).run(wait_until_told)
 
 
 @pytest.mark.gloo2

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", default=",".join(SIZES), help="sizes to scale over, comma separated (default: %(default)s)"
     )
-    parser.add_argument("--staging", type=int, default=16, metavar="MIB", help="staging slot (default: %(default)s)")
+    parser.add_argument("--staging", type=int, default=24, metavar="MIB", help="staging slot (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=10, help="steps timed (default: %(default)s)")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="only optimizers whose name has this"
@@ -93,7 +93,7 @@ def plan_of(args: argparse.Namespace, device: torch.device) -> Plan:
         device=device,
         sections=tuple(sections) if device.type == "cuda" else ("smoke",),
         sizes=tuple(s for s in sizes if s in ("10M", "100M", "350M")) if args.quick else tuple(sizes),
-        stagings=tuple(mib * MIB for mib in (2, 4, 8, 16, 32)),
+        stagings=tuple(mib * MIB for mib in (2, 4, 8, 16, 24, 32)),
         counts=(8, 128, 2048, 8192),
         staging=args.staging * MIB,
         repeats=min(args.repeats, 5) if args.quick else args.repeats,

@@ -20,7 +20,7 @@ class OffloadPolicy:
     Raises ValueError where a number is out of range or a switch is no bool.
     """
 
-    staging_bytes: int = 16 * MIB
+    staging_bytes: int = 24 * MIB
     pinned: bool = True
     deferred: bool = False
     verify_replicas: bool = True

@@ -10,7 +10,7 @@ from importlib import import_module
 from gefen_offload import __version__
 
 COMMANDS = {
-    "gate": ("gefen_offload.gate.cli", "may it ship: run, show, selftest, manifest, baseline"),
+    "gate": ("gefen_offload.gate.cli", "may it ship: run, show, selftest, drill, manifest, baseline"),
     "test": ("gefen_offload.gate.checks", "lint, types and the tests that need no GPU"),
     "doctor": ("gefen_offload.gate.doctor", "what this machine can validate, and what is in the way"),
     "bench": ("gefen_offload.bench.cli", "ratios measured within one process"),

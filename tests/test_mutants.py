@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from support.mutants import MUTANTS, ROOT
@@ -16,3 +19,11 @@ def test_a_guard_is_where_the_list_says(mutant):
     for test in mutant.tests:
         file, _, name = test.partition("::")
         assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+
+
+def test_a_name_that_no_guard_has_is_refused():
+    """`-k` with a typing error is wrong usage; pytest without test ids would run the whole suite."""
+    command = [sys.executable, ROOT / "ci/mutate", "-k", "no such"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "-k no such: in no guard's name or file" in done.stderr

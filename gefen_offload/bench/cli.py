@@ -7,6 +7,7 @@ the same bytes through the same slots. An optimizer that is not installed is nam
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import platform
 import re
 import sys
@@ -65,6 +66,8 @@ def main(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         for path in (report.write_json(results, args.out), *report.draw(results, args.out)):
             print(f"wrote {path}")
+        if importlib.util.find_spec("matplotlib") is None:
+            print("no plots: matplotlib is not installed")
     return 0
 
 

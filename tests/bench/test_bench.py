@@ -144,6 +144,15 @@ def test_plots(tmp_path: Path) -> None:
     assert [path.name for path in report.draw(Results({}, many), tmp_path)] == ["parameters.png"]
 
 
+def test_missing_plots_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """Who asks for a folder of results and has no matplotlib is told why there are no plots."""
+    monkeypatch.setattr(cli, "run", lambda plan: [])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(arguments("--device", "cpu", "--out", str(tmp_path))) == 0
+    assert "no plots: matplotlib is not installed" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
 def test_too_few_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are fewer GPUs than ranks asked for, the entry says how many are needed and found."""
     from gefen_offload.bench import together

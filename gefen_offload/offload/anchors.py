@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +21,17 @@ class Anchors:
     """Every parameter of every group, its type, its state and the state's tensors, by identity and address.
 
     [Note: cost] They are compared on every step, so each question is put to all parameters in one go.
+
+    The state is not kept alive: whoever moves or drops it frees its memory then.
     """
 
     lengths: list[int]
     parameters: list[Tensor]
     kinds: list[type]
-    entries: list[dict[str, Any] | None]
-    sizes: list[int]
-    owners: list[dict[str, Any]]  # of `tensors`, with their `names`
+    sizes: list[int]  # of each state; -1 for none
+    owners: list[int]  # of `tensors`, as positions of parameters, with their `names`
     names: list[str]
-    tensors: list[Tensor]
+    tensors: list[weakref.ref[Tensor]]
     addresses: list[int]
 
     def hold(
@@ -45,14 +47,19 @@ class Anchors:
 
     def holds(self, parameters: Sequence[Tensor], state: Mapping[Tensor, Any]) -> bool:
         """Whether these are the parameters, and neither their state nor its tensors were replaced or moved."""
-        return (
+        entries: list[Any] = list(map(state.get, parameters))
+        if not (
             same(parameters, self.parameters)
             and same(list(map(type, parameters)), self.kinds)
-            and same(list(map(state.get, parameters)), self.entries)
-            and [len(entry) for entry in self.entries if entry is not None] == self.sizes
-            and same(list(map(dict.get, self.owners, self.names)), self.tensors)
-            and addresses(self.tensors) == self.addresses
-        )
+            and list(map(_size, entries)) == self.sizes
+        ):
+            return False
+        tensors: list[Any] = list(map(dict.get, map(entries.__getitem__, self.owners), self.names))
+        return same(tensors, [tensor() for tensor in self.tensors]) and addresses(tensors) == self.addresses
+
+
+def _size(entry: Any) -> int:
+    return len(entry) if isinstance(entry, dict) else -1
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -68,17 +75,21 @@ def anchor(groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> 
 
 def anchor_of(lengths: list[int], parameters: list[Tensor], state: Mapping[Tensor, Any]) -> Anchors:
     """As `anchor`, for groups of these lengths."""
-    entries = [entry if isinstance(entry, dict) else None for entry in map(state.get, parameters)]
-    there = [entry for entry in entries if entry is not None]
-    held = [(entry, name, value) for entry in there for name, value in entry.items() if isinstance(value, Tensor)]
+    entries = list(map(state.get, parameters))
+    there = [(position, entry) for position, entry in enumerate(entries) if isinstance(entry, dict)]
+    held = [
+        (position, name, value)
+        for position, entry in there
+        for name, value in entry.items()
+        if isinstance(value, Tensor)
+    ]
     return Anchors(
         lengths,
         parameters,
         list(map(type, parameters)),
-        entries,
-        [len(entry) for entry in there],
-        [entry for entry, _, _ in held],
+        list(map(_size, entries)),
+        [position for position, _, _ in held],
         [name for _, name, _ in held],
-        [tensor for _, _, tensor in held],
+        [weakref.ref(tensor) for _, _, tensor in held],
         addresses(tensor for _, _, tensor in held),
     )

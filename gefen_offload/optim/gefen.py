@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from gefen_offload.offload.anchors import same
 from gefen_offload.offload.pieces import Launch
 from gefen_offload.offload.schema import Cut, StateSchema, TensorEntry
 from gefen_offload.optim import checkpoint
@@ -28,7 +29,7 @@ from gefen_offload.optim.groups import (
 )
 from gefen_offload.optim.learning import Learning, Newcomer, PeriodRule, refuse_orphans
 from gefen_offload.optim.levels import Levels, Remap
-from gefen_offload.optim.replay import KEPT, Replay, graded_keys
+from gefen_offload.optim.replay import KEPT, Replay, graded_keys, stepped_keys
 from gefen_offload.optim.shard import is_sharded, local_of
 from gefen_offload.optim.update import plain_update
 from gefen_offload.optim.work import PIECE_ELEMENTS, Piece, Scalars, StagedPiece, Work, cut
@@ -221,7 +222,7 @@ class Gefen(Checkpointed):
         self._global_step += 1
         return loss
 
-    def _replay(self, keys: Sequence[Tensor]) -> bool:
+    def _replay(self, keys: Sequence[object]) -> bool:
         """Take the step as an earlier one over the same parameters, if there is one and it can be."""
         if self._refresh_due():
             return False
@@ -232,7 +233,7 @@ class Gefen(Checkpointed):
                 return replay.take(self)
         return False
 
-    def _take_step(self, keys: list[Tensor]) -> None:
+    def _take_step(self, keys: Sequence[object]) -> None:
         graded = self._collect()
         if not graded:
             return
@@ -248,9 +249,9 @@ class Gefen(Checkpointed):
             return program.launch
 
         again = self._run_update(self._cut(works), prepare, divisible=self._divisible(works))
-        self._replays = [replay for replay in self._replays if replay.again.valid and not replay.matches(keys)]
-        if programs and self._levels.learnt and all(item.parameter is item.key for item in graded):
-            self._replays = [Replay(self, keys, works, programs[0], again), *self._replays[: KEPT - 1]]
+        self._replays = [replay for replay in self._replays if replay.stands(self) and not replay.matches(keys)]
+        if programs and self._levels.learnt and same(stepped_keys(works), keys):
+            self._replays = [Replay(self, works, programs[0], again), *self._replays[: KEPT - 1]]
         self._count(works)
 
     def _program(self, windows: Sequence[Sequence[StagedPiece]]) -> Program | None:

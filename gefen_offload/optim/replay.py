@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Layout:
                 (np.array(starts) & 15).tolist(),
                 [p.dtype for p in parameters],
                 [g.dtype for g in gradients],
-                list(map(Tensor.numel, parameters)),
+                [p.shape for p in parameters],
                 list(map(Tensor.numel, gradients)),
                 list(map(Tensor.get_device, gradients)),
             )
@@ -55,67 +56,72 @@ def tight(tensors: Sequence[Tensor]) -> bool:
         return False
 
 
-def graded_keys(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
-    """The parameters with a gradient, in the groups' order."""
-    return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+def graded_keys(groups: Sequence[dict[str, Any]]) -> list[object]:
+    """Each parameter with a gradient that has elements, after its group: in the groups' order."""
+    graded = [(g, p) for g in groups for p in g["params"] if p.grad is not None and p.grad.numel()]
+    return list(chain.from_iterable(graded))
+
+
+def stepped_keys(works: Sequence[Work]) -> list[object]:
+    """The same, of those that stepped; shards instead of sharded parameters."""
+    return list(chain.from_iterable((work.group, work.parameter) for work in works))
 
 
 class Replay:
-    """One earlier step of the fused kernels, which can be taken again."""
+    """One earlier step of the fused kernels, which can be taken again. It keeps neither gradients nor state alive."""
 
-    def __init__(self, optimizer: Gefen, keys: list[Tensor], works: Sequence[Work], program: Program, again: Again):
-        """After the step over `works`, before it is counted; `keys` had a gradient, perhaps without an element."""
-        self.again = again
+    def __init__(self, optimizer: Gefen, works: Sequence[Work], program: Program, again: Again):
+        """After the step over `works`, before it is counted."""
+        self._again = again
         self._program = program
-        self._keys = keys
+        self._keys = stepped_keys(works)
         self._parameters = [work.parameter for work in works]
-        self._groups = list(optimizer.param_groups)
         self._levels: Levels = optimizer._levels
         self._anchors: Anchors | None = None
         if not optimizer.state_offload_active:  # otherwise the session has its own
             self._anchors = anchor_of([], self._parameters, optimizer.state)
         gradients = [work.gradient for work in works]
         self._layout = Layout.of(self._parameters, gradients, addresses(gradients))
-        sharing = {id(work.scalars): work for work in works}  # one of those that share hyper-parameters and age
-        self._ages = [(work.group, work.state, optimizer._counters(work.factored)) for work in sharing.values()]
+        names = [optimizer._counters(work.factored) for work in works]
+        sharing = {id(work.scalars): i for i, work in enumerate(works)}  # one that has its hyper-parameters and age
+        self._ages = [(works[i].group, i, names[i]) for i in sharing.values()]
+        others = [sharing[id(work.scalars)] for work in works]
         self._counters = [
-            (work.state, name, sharing[id(work.scalars)].state, their)
-            for work in works
-            for name, their in zip(
-                optimizer._counters(work.factored),
-                optimizer._counters(sharing[id(work.scalars)].factored),
-                strict=True,
-            )
+            (i, name, other, their)
+            for i, other in enumerate(others)
+            for name, their in zip(names[i], names[other], strict=True)
         ]
 
-    def matches(self, keys: Sequence[Tensor]) -> bool:
-        """Whether it was a step over these parameters."""
+    def matches(self, keys: Sequence[object]) -> bool:
+        """Whether it was a step over these."""
         return same(keys, self._keys)
 
     def take(self, optimizer: Gefen) -> bool:
         """Take the step if it still is the same one; False, with nothing changed, if it is not."""
         gradients = [parameter.grad for parameter in self._parameters]
-        if not self._stands(optimizer) or not tight(self._parameters) or not tight(gradients):  # type: ignore[arg-type]
+        if not self.stands(optimizer) or not tight(self._parameters) or not tight(gradients):  # type: ignore[arg-type]
+            return False
+        states = [optimizer.state[parameter] for parameter in self._parameters]
+        if not all(states[i][name] == states[other][their] for i, name, other, their in self._counters):
             return False
         starts = addresses(gradients)  # type: ignore[arg-type]
         if Layout.of(self._parameters, gradients, starts) != self._layout:  # type: ignore[arg-type]
             return False
         scalars = [
-            optimizer._read_scalars(group, state[names[0]] + 1, state[names[-1]] + 1)
-            for group, state, names in self._ages
+            optimizer._read_scalars(group, states[i][names[0]] + 1, states[i][names[-1]] + 1)
+            for group, i, names in self._ages
         ]
         if not self._program.renew(starts, scalars):
             return False
-        self.again()
-        for state, name, _, _ in self._counters:
-            state[name] += 1
+        self._again()
+        for i, name, _, _ in self._counters:
+            states[i][name] += 1
         return True
 
-    def _stands(self, optimizer: Gefen) -> bool:
+    def stands(self, optimizer: Gefen) -> bool:
+        """Whether codebook and state are those it was prepared for, where they were."""
         return (
-            self.again.valid
+            self._again.valid
             and optimizer._levels is self._levels
-            and same(optimizer.param_groups, self._groups)
-            and all(state[name] == other[their] for state, name, other, their in self._counters)
             and (self._anchors is None or self._anchors.holds(self._parameters, optimizer.state))
         )

@@ -26,6 +26,13 @@ def test_the_bits_are_those_of_steps_prepared_anew(compared: dict[str, dict[str,
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
+def test_what_is_replaced_is_freed(compared: dict[str, dict[str, Any]], name: str) -> None:
+    """State at once, parameters and scratch with the next step."""
+    assert compared[name]["resident"]["kept"] == 0
+    assert SCENARIOS[name].resident_only or compared[name]["offloaded"]["kept"] == 0
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_as_many_steps_as_can_be_are_taken_again(compared: dict[str, dict[str, Any]], name: str) -> None:
     """After a change that kernels were not prepared for, one step is prepared anew, and the next are taken again."""
     scenario, found = SCENARIOS[name], compared[name]

@@ -126,8 +126,8 @@ class Program:
 
     def _bind(self) -> None:
         """Compile what is not yet compiled, and fix every argument; again where the scratch has grown since."""
-        self._bound_to = self._shared.scratch.tensor
         self._starts = [[start for call in section for start in self._start(call)] for section in self._calls]
+        self._bound_to = self._shared.scratch.tensor  # last: the starts of an interrupted attempt are not complete
 
     def _start(self, call: _Call) -> list[Start]:
         if isinstance(call.kind, FactorKind):

@@ -285,7 +285,7 @@ class Gefen(Checkpointed):
                     f"this rank's shard of the gradient of {name} is of shape {shapes}: place them alike"
                 )
         factored = self._factored_v_2d and not sharded and key.dim() == 2
-        return Graded(key, parameter, gradient.reshape(-1), group, state, name, factored)
+        return Graded(key, parameter, gradient.reshape(-1).resolve_neg(), group, state, name, factored)
 
     def _works(self, graded: Sequence[Graded]) -> list[Work]:
         """What the update works on; parameters of one group and one age share their scalars."""

@@ -49,9 +49,9 @@ class Layout:
 
 
 def tight(tensors: Sequence[Tensor]) -> bool:
-    """Whether all of them are dense and row-major."""
+    """Whether all of them are dense and row-major, and their memory holds their values, not those negated."""
     try:
-        return all(map(Tensor.is_contiguous, tensors))
+        return all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
     except RuntimeError:  # sparse ones have no strides
         return False
 

@@ -37,6 +37,7 @@ class Training:
         self.offload = False
         self.without: dict[int, str] = {}  # steps on which a parameter has no gradient
         self.transposed: str | None = None
+        self.negated = False  # gradients are views that negate, as autograd makes of an imaginary part
 
     def random(self, shape: Sequence[int]) -> Tensor:
         """Normal numbers."""
@@ -57,6 +58,8 @@ class Training:
             gradient = self.random(parameter.shape)
             if name == self.transposed:
                 gradient = gradient.t().contiguous().t()
+            if self.negated:
+                gradient = torch._neg_view(-gradient)
             parameter.grad = None if self.without.get(step) == name else gradient
         self.optimizer.step()
         return {name: parameter.detach().clone() for name, parameter in self.named.items()}
@@ -169,6 +172,7 @@ SCENARIOS = (
     Scenario("offloaded-again", _offload_again, 4, 3),
     Scenario("one-left-out", lambda training: training.without.update({2: "bias", 4: "bias"}), 2),
     Scenario("gradient-transposed", lambda training: setattr(training, "transposed", "matrix"), 1),
+    Scenario("gradient-negated", lambda training: setattr(training, "negated", True), 1),
 )
 
 
@@ -197,6 +201,7 @@ def trained(scenario: Scenario, *, offload: bool, allowed: bool) -> tuple[list[A
             if step == AT:
                 tensors = list(map(weakref.ref, training.tensors()))
                 scenario.change(training)
+                training.negated &= allowed  # beside plain gradients of the same values
                 kept = _kept(tensors, training.tensors())
             seen.append(training.step(step))
         state = training.optimizer.state_dict()["state"]

@@ -6,6 +6,7 @@ its parameter was cut. So a resident step in few launches and an offloaded one, 
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,15 +68,13 @@ class Shared:
     outlines: Outlines = field(default_factory=dict)
     stream: Any = None
 
-    def follow(self, device: torch.device) -> int:
-        """Order what comes after the last use of the scratch, on whichever stream; the current stream's handle."""
-        if device.type != "cuda":
-            return 0
-        stream = torch.cuda.current_stream(device)
-        if self.stream is not None and self.stream != stream:
-            stream.wait_stream(self.stream)
+    def follow(self, stream: Any) -> None:
+        """Order what comes on `stream` after the last use of the scratch, whichever stream that was on."""
+        if self.stream is None or self.stream != stream:
+            if self.stream is not None:
+                stream.wait_stream(self.stream)
+            self.scratch.tensor.record_stream(stream)
         self.stream = stream
-        return int(stream.cuda_stream)
 
 
 class Program:
@@ -99,7 +98,8 @@ class Program:
         self._calls = [[call for part in section for call in part] for section in calls]
         self._bound_to: Tensor | None = None
         self._starts: list[list[Start]] = []
-        self._stream = 0
+        self._here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        self._stream: Any = None
 
     def renew(self, addresses: Sequence[int], scalars: Sequence[Scalars]) -> bool:
         """Take the next step's gradients and hyper-parameters, in the order of the works and of `Scalars` at first.
@@ -110,17 +110,31 @@ class Program:
         return self._renewal.apply(self._table, addresses, scalars)
 
     def launch(self, index: int) -> None:
-        """Step window `index`, on the current stream and device."""
-        if index == 0:
-            self._stream = self._shared.follow(self._device)
-            self._shared.scratch.fit(self._floats)
-            if self._bound_to is not self._shared.scratch.tensor:
-                self._bind()
-            self._table.upload()
-        starts, stream = self._starts[index], self._stream
-        Kernel.launches += len(starts)
-        for start in starts:
-            start(stream)
+        """Step window `index`, on the device's current stream."""
+        with self._here:
+            if index == 0:
+                self._begin()
+            starts, stream = self._starts[index], 0 if self._stream is None else self._stream.cuda_stream
+            Kernel.launches += len(starts)
+            for start in starts:
+                start(stream)
+
+    def _begin(self) -> None:
+        self._shared.scratch.fit(self._floats)
+        if self._device.type == "cuda":
+            self._move_to(torch.cuda.current_stream(self._device))
+        if self._bound_to is not self._shared.scratch.tensor:
+            self._bind()
+        self._table.upload()
+
+    def _move_to(self, stream: Any) -> None:
+        """[Note: streams] Memory of torch's allocator must be told of each stream that uses it beside its own."""
+        self._shared.follow(stream)
+        if self._stream is None or stream != self._stream:
+            self._stream = stream
+            levels = self._levels
+            for tensor in (self._table.buffers[0], levels.cells, *levels.levels.values()):
+                tensor.record_stream(stream)
 
     # --- binding ---
 

@@ -38,10 +38,18 @@ class Memory:
     peak: int
 
 
-def time_steps(step: Callable[[], object], device: torch.device, *, warmup: int = 2, repeats: int = 10) -> Timing:
-    """Time `repeats` steps after `warmup` others."""
+def time_steps(
+    step: Callable[[], object],
+    device: torch.device,
+    *,
+    warmup: int = 2,
+    repeats: int = 10,
+    ready: Callable[[], object] = lambda: None,
+) -> Timing:
+    """Time `repeats` steps after `warmup` others, each after `ready()`."""
     samples = []
     for index in range(warmup + repeats):
+        ready()
         synchronize(device)
         begun = time.perf_counter()
         step()

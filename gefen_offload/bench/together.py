@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from gefen_offload.bench.contestants import ours
 from gefen_offload.bench.floor import Floor, duplex_floor
-from gefen_offload.bench.measure import Memory, Timing, allocated, peak, reset_peak, synchronize
+from gefen_offload.bench.measure import Memory, Timing, allocated, peak, reset_peak, time_steps
 from gefen_offload.bench.results import Entry
 from gefen_offload.bench.workloads import sized
 from gefen_offload.ranks import RankContext, RankGroup
@@ -75,7 +73,7 @@ def measure(context: RankContext, size: str, staging: int, repeats: int) -> dict
     def both(ready: Callable[[], None]) -> Found:
         floor = duplex_floor(device, workload.elements, staging, ready=ready)
         reset_peak(device)
-        step = _timed(optimizer.step, device, repeats, ready)
+        step = time_steps(optimizer.step, device, repeats=repeats, ready=ready)
         report = optimizer.state_offload_report()
         return Found(
             floor,
@@ -92,15 +90,3 @@ def measure(context: RankContext, size: str, staging: int, repeats: int) -> dict
     for _ in range(context.rank, context.world):
         dist.barrier()
     return {"alone": alone, "together": both(dist.barrier)}
-
-
-def _timed(step: Callable[[], object], device: torch.device, repeats: int, ready: Callable[[], None]) -> Timing:
-    samples = []
-    for _ in range(repeats):
-        ready()
-        synchronize(device)
-        begun = time.perf_counter()
-        step()
-        synchronize(device)
-        samples.append(time.perf_counter() - begun)
-    return Timing(tuple(samples))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,6 @@ class StagedPiece:
 
     piece: Piece
     tensors: dict[str, Tensor]
-
-
-Update = Callable[[Sequence[StagedPiece]], None]
 
 
 def cut(works: Sequence[Work], elements: int | None = PIECE_ELEMENTS) -> list[Piece]:

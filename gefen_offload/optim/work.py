@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-PIECE_ELEMENTS = 2**20  # a piece of the plain path: its float32 transients are 4 MiB each
+PIECE_ELEMENTS = 2**19  # a piece of the plain path: its ten or so float32 transients are 2 MiB each
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,8 @@ class Harness:
             if pool.lease is not None:
                 pool.lease.release()
             if refill and self.spare and pool.key.backend is not None:
-                self._spares += [self._spawn(True) for _ in range(pool.key.world - len(self._spares))]
+                missing = pool.key.world * _spare_sets() - len(self._spares)
+                self._spares += [self._spawn(True) for _ in range(missing)]
 
     def _idle(self, key: Key) -> Pool | None:
         for pool in [p for p in self._pools if p.key == key and not p.busy and not p.private]:
@@ -248,6 +249,12 @@ def _threads() -> int:
     """Threads of a rank: what OMP_NUM_THREADS says, or one, as torchrun has it: ranks are many, their tensors small."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(given) if given.isdigit() and int(given) > 0 else 1
+
+
+def _spare_sets() -> int:
+    """For how many pools there are spare ranks: one for every eight cores, which pytest-xdist's workers share."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // (8 * workers))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 from gefen_offload.ranks.flight import RECORDER
@@ -31,8 +32,6 @@ class Surroundings:
     def set(self, task: Task) -> None:
         """The parent's environment, path and directory; fixed seeds; torch's defaults."""
         _set_environment(task.environ)
-        if self.backend is not None:
-            _destroy_groups()
         if self.own_process:
             _set_process()
         sys.path[:] = task.path
@@ -50,32 +49,42 @@ class Surroundings:
     def leaks(self) -> list[str]:
         """What the process holds now and did not before the body.
 
-        Groups are destroyed before the next body, not here: a peer may still be in its own, and use them.
+        A group is told, and not destroyed: torch's caches of sharded operations may know it for good, and would give it
+        to the next test.
         """
         if self._before is None:
             return []
-        extra = len(_extra_groups()) if self.backend is not None else 0
-        told = [f"{extra} process group(s)"] if extra else []
         gc.collect()
         gc.freeze()  # what is left stays: the next collection need not walk it
-        return told + self._before.compared_with(_Holdings.now(), sockets=self.backend != "nccl" and not extra)
+        return self._before.compared_with(_Holdings.now(), sockets=self.backend != "nccl")
 
 
+@dataclass(frozen=True)
 class _Holdings:
-    """Threads, children, open files and GPU bytes of this process."""
+    """Process groups beyond the default one, threads, children, open files and GPU bytes of this process."""
 
-    def __init__(self, threads: set[threading.Thread], children: set[str], files: list[str], gpu: int) -> None:
-        self.threads, self.children, self.files, self.gpu = threads, children, files, gpu
+    groups: int
+    threads: set[threading.Thread]
+    children: set[str]
+    files: list[str]
+    gpu: int
 
     @classmethod
     def now(cls) -> _Holdings:
-        return cls(set(threading.enumerate()), _children(), _open_files(), _gpu_bytes())
+        return cls(_extra_groups(), set(threading.enumerate()), _children(), _open_files(), _gpu_bytes())
 
     def compared_with(self, now: _Holdings, sockets: bool) -> list[str]:
-        """What is here now and was not before; sockets and pipes only if none of them belong to a group."""
-        told = [f"thread {t.name!r}" for t in sorted(now.threads - self.threads, key=_name) if not _ends_soon(t)]
+        """What is here now and was not before.
+
+        Sockets and pipes count only where `sockets` says so and neither a new group nor CUDA, which a first backward
+        may start on a CPU rank too, has brought its own.
+        """
+        added = _added(self.files, now.files)
+        sockets = sockets and now.groups <= self.groups and not any(path.startswith("/dev/nvidia") for path in added)
+        told = [f"{now.groups - self.groups} process group(s)"] if now.groups > self.groups else []
+        told += [f"thread {t.name!r}" for t in sorted(now.threads - self.threads, key=_name) if not _ends_soon(t)]
         told += [f"child process {pid}" for pid in sorted(now.children - self.children)]
-        told += [f"open file {path}" for path in _added(self.files, now.files) if _counts(path, sockets)]
+        told += [f"open file {path}" for path in added if _counts(path, sockets)]
         if now.gpu > self.gpu + GPU_TOLERANCE:
             told.append(f"{(now.gpu - self.gpu) >> 20} MiB of GPU memory")
         return told
@@ -137,22 +146,12 @@ def _gpu_bytes() -> int:
     return int(torch.cuda.memory_allocated())
 
 
-def _extra_groups() -> list[Any]:
+def _extra_groups() -> int:
     """Groups beyond the default one; torch keeps them until told."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    if not dist.is_initialized():
-        return []
-    return [group for group in list(distributed_c10d._world.pg_map) if group is not dist.group.WORLD]
-
-
-def _destroy_groups() -> None:
-    """What the last body made, which every rank has left by now."""
-    import torch.distributed as dist
-
-    for group in _extra_groups():
-        dist.destroy_process_group(group)
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0
+    return len(distributed.distributed_c10d._world.pg_map) - 1
 
 
 def _set_environment(wanted: dict[str, str]) -> None:

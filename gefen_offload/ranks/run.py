@@ -156,12 +156,12 @@ class Run:
         return result
 
     def _note(self, pool: Pool, result: Result) -> None:
-        """Proof and leaks, for the host; a pool with more than a leaked group left in it is not used again."""
+        """Proof and leaks, for the host; a pool with anything left in it is not used again."""
         self.host.proofs.append(proof(self.options.backend, result.outcomes, self.boot, result.seconds))
         self.host.leaks += result.leaks
         out, err = ([stream(r) for r in range(self.key.world)] for stream in (result.stdout, result.stderr))
         self.host.records.append(Record("passed", result.outcomes, out, err))
-        if any("process group" not in leak for leak in result.leaks):
+        if result.leaks:
             self._drop(pool)
 
     def _skip(self, verdict: Verdict) -> NoReturn:

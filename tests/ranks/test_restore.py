@@ -1,0 +1,38 @@
+"""What counts as left behind by a test, and how many spare ranks replace those of a retired pool."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gefen_offload.ranks import harness, restore
+
+PIPE, SOCKET, CUDA = "pipe:[7]", "socket:[8]", "/dev/nvidiactl"
+
+
+def held(files, groups=0):
+    return restore._Holdings(groups, set(), set(), files, 0)
+
+
+@pytest.mark.parametrize(
+    ("added", "groups", "told"),
+    [
+        ([PIPE, SOCKET], 0, [f"open file {PIPE}", f"open file {SOCKET}"]),
+        ([CUDA, PIPE, PIPE, SOCKET, "/tmp/kept"], 0, ["open file /tmp/kept"]),
+        ([SOCKET], 1, ["1 process group(s)"]),
+    ],
+    ids=["its-own", "of-cuda", "of-a-group"],
+)
+def test_pipes_and_sockets_of_libraries_are_theirs(added, groups, told):
+    """CUDA, which a first backward on a CPU rank starts too, and a group open some for good; a test's own are told."""
+    before = ["/dev/null", "pipe:[1]"]
+    assert held(before).compared_with(held(before + added, groups), sockets=True) == told
+
+
+@pytest.mark.parametrize(("cores", "workers", "sets"), [(2, 1, 1), (32, 1, 4), (32, 4, 1)])
+def test_spare_ranks_are_as_many_as_the_machine_affords(monkeypatch, cores, workers, sets):
+    """One set for every eight cores, which the processes of pytest-xdist share; one at least."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
+    assert harness._spare_sets() == sets

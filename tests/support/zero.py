@@ -14,8 +14,8 @@ from support.corpus import batch
 from support.gpt import GPTShape, build
 
 SHAPE = GPTShape(width=64, layers=2)
-STEPS = 120
-TAIL = 20  # a final loss is the mean of this many
+STEPS = 60
+TAIL = 15  # a final loss is the mean of this many
 
 
 def engine(context: Any, stage: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""Every test belongs to one tier: those that ask for no rank are the `cpu` tier. How tests are spread over processes."""
+"""Every test belongs to one tier: those that ask for no rank are the `cpu` tier. How xdist spreads tests."""
 
 from __future__ import annotations
 

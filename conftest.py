@@ -22,8 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests are handed out one by one; those of a file whose fixtures outlive a test stay in one process.
 
-    Each process would make such a fixture anew: minutes in Triton's interpreter, or a whole suite in a child pytest.
+    Each process would make such a fixture anew: minutes in Triton's interpreter, or a whole suite in a child pytest. A
+    child pytest below another root spreads its tests as it likes.
     """
+    if config.rootpath != Path(__file__).parent:
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class OneByOne(LoadScopeScheduling):

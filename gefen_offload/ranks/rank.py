@@ -34,6 +34,7 @@ from gefen_offload.ranks.wire import Channel, Handover, Join, Leave, Task, pack,
 DUMP_SIGNAL = signal.SIGRTMIN + 5  # faulthandler writes every thread's stack, without asking for the GIL
 MESSAGE_LIMIT = 16_000
 ORPHAN_PATIENCE = 5.0  # seconds that the reaper has, before a rank without a parent ends itself
+IDLE = 1.0  # seconds without a message after which a rank is a spare one
 PR_SET_CHILD_SUBREAPER = 36
 _OURS = os.path.dirname(__file__)
 
@@ -127,6 +128,8 @@ class Rank:
         threading.Thread(target=_watch, args=[self], name="ranks-watch", daemon=True).start()
         if self.boot.torch:
             self.broken = self._attempt(-1, -1, self._import_torch, FaultPlan((), -1, self.page)).bad_or_none()
+            if self.broken is None and self.channel.silent(IDLE):
+                self._attempt(-1, -1, self._import_more, FaultPlan((), -1, self.page))
         while True:
             self.page.stage(Stage.WAIT)
             message = self.channel.receive()
@@ -148,6 +151,12 @@ class Rank:
 
         gc.freeze()  # a collection after each test need not walk torch: see restore.py
         gc.enable()
+
+    def _import_more(self) -> None:
+        """A spare rank has time: DDP and FSDP import this when they are first used."""
+        import torch._dynamo  # noqa: F401
+
+        gc.freeze()
 
     def enter(self, join: Join, store: Any = None) -> Outcome:
         """Take a place in a group; without a store given, connect to the parent's."""

@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import pickle
+import select
 import struct
 import sys
 import time
@@ -211,6 +212,10 @@ class Channel:
                 return message
             if not self._fill():
                 return None
+
+    def silent(self, seconds: float) -> bool:
+        """Whether nothing comes for so long."""
+        return not self._buffer and not select.select([self.fd], [], [], seconds)[0]
 
     def drain(self) -> list[Any]:
         """Non-blocking end: every whole message that has arrived; sets `ended` at the end of the stream.

@@ -18,7 +18,7 @@ OURS = {
     "GITHUB_REPOSITORY": "owner/project",
     "GITHUB_REF": "refs/heads/main",
     "GITHUB_EVENT_NAME": "push",
-    "GITHUB_RUN_ID": "12345678901",
+    "GITHUB_RUN_ID": f"12345678901{os.getpid()}",  # a hook ends whatever carries it, a test of another process too
 }
 
 
@@ -91,11 +91,9 @@ def test_a_clean_job_completes(hook):
 
 def test_a_left_over_process_is_found_and_ended(hook):
     """A process of the job that runs on is named, killed, and makes the hook fail; another job's is left alone."""
-    environment = {"PATH": os.environ["PATH"]}
-    left = subprocess.Popen(
-        ["sleep", "600"], env={**environment, "GITHUB_RUN_ID": "12345678901"}, start_new_session=True
-    )
-    other = subprocess.Popen(["sleep", "601"], env={**environment, "GITHUB_RUN_ID": "555"})
+    ours = {"PATH": os.environ["PATH"], "GITHUB_RUN_ID": OURS["GITHUB_RUN_ID"]}
+    left = subprocess.Popen(["sleep", "600"], env=ours, start_new_session=True)
+    other = subprocess.Popen(["sleep", "601"], env={**ours, "GITHUB_RUN_ID": "555"})
     try:
         done = hook("job-completed", **OURS)
         assert done.returncode == 1

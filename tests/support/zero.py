@@ -63,7 +63,7 @@ def advance(context: Any, running: Any, first: int, last: int) -> list[float]:
 
 
 def without_wrapper(context: Any) -> list[float]:
-    """Worker: the same training under DDP alone, with the same optimizer."""
+    """The same training under DDP alone, with the same optimizer."""
     model = nn.parallel.DistributedDataParallel(build(SHAPE, seed=3, device=context.device))
     optimizer = Gefen(model.parameters(), lr=1e-3)
     losses = []
@@ -88,15 +88,20 @@ class Seen:
     muon: str
 
 
+def train_with_each(context: Any, stages: tuple[int, ...], folder: str) -> tuple[list[float], list[Seen]]:
+    """Worker: the losses without ZeRO, and what is seen under each stage."""
+    return without_wrapper(context), [train_and_resume(context, stage, folder) for stage in stages]
+
+
 def train_and_resume(context: Any, stage: int, folder: str) -> Seen:
-    """Worker: a whole run that saves halfway, the second half again from that file in a new engine, then offload."""
+    """A whole run that saves halfway, the second half again from that file in a new engine, then offload."""
     half = STEPS // 2
     running, _ = wrapped(context, stage)
     losses = advance(context, running, 0, half)
-    running.save_checkpoint(folder, tag="half")
+    running.save_checkpoint(folder, tag=f"zero{stage}")
     losses += advance(context, running, half, STEPS)
     again, optimizer = wrapped(context, stage)
-    again.load_checkpoint(folder, tag="half")
+    again.load_checkpoint(folder, tag=f"zero{stage}")
     repeated = advance(context, again, half, STEPS)
     code, message = refusal(optimizer)
     return Seen(losses, repeated, code, message, optimizer.state_offload_active, muon_refusal(context, stage))

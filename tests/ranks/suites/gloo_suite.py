@@ -10,8 +10,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from gefen_offload.ranks import faults as f
 from gefen_offload.ranks import identical
@@ -51,6 +49,8 @@ def surroundings(context):
 
 def sharded_sum(context):
     """Worker: the sum of a tensor sharded over a mesh whose group is this run's own, and stays."""
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor  # seconds, which no other test here has
+
     mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
     return float((distribute_tensor(torch.ones(6), mesh, [Shard(0)]) + 1).sum().full_tensor())
 

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,7 @@ class _Holdings:
         sockets = sockets and now.groups <= self.groups and not any(path.startswith("/dev/nvidia") for path in added)
         told = [f"{now.groups - self.groups} process group(s)"] if now.groups > self.groups else []
         told += [f"thread {t.name!r}" for t in sorted(now.threads - self.threads, key=_name) if not _ends_soon(t)]
-        told += [f"child process {pid}" for pid in sorted(now.children - self.children)]
+        told += [f"child process {pid}" for pid in sorted(now.children - self.children) if not _dies_soon(pid)]
         told += [f"open file {path}" for path in added if _counts(path, sockets)]
         if now.gpu > self.gpu + GPU_TOLERANCE:
             told.append(f"{(now.gpu - self.gpu) >> 20} MiB of GPU memory")
@@ -99,12 +100,24 @@ def _ends_soon(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
+def _dies_soon(pid: str) -> bool:
+    """A child that the body forked, and that returned from it too, hands over its outcome first: it must be seen."""
+    limit = time.monotonic() + 1
+    while _lives(pid) and time.monotonic() < limit:
+        time.sleep(0.01)
+    return not _lives(pid)
+
+
+def _lives(pid: str) -> bool:
+    return state(int(pid)) not in ("zombie", "gone")
+
+
 def _children() -> set[str]:
     found: set[str] = set()
     for task in os.listdir("/proc/self/task"):
         try:
             with open(f"/proc/self/task/{task}/children") as file:
-                found |= {pid for pid in file.read().split() if state(int(pid)) not in ("zombie", "gone")}
+                found |= set(filter(_lives, file.read().split()))
         except OSError:
             continue
     return found

@@ -54,6 +54,20 @@ def reduce_for_ever(context):
         dist.all_reduce(torch.ones(1000))
 
 
+def use_both_gpus(context):
+    """Worker: a gibibyte, and kernels of NCCL that wait for the peer."""
+    import torch
+    import torch.distributed as dist
+
+    note(os.getpid())
+    value = torch.ones(1 << 28, device=context.device)
+    dist.all_reduce(value)
+    torch.cuda.synchronize()
+    Path(os.environ["READY"]).with_suffix(f".{context.rank}").touch()
+    while True:
+        dist.all_reduce(value)
+
+
 @pytest.fixture(autouse=True)
 def the_parent():
     note(os.getpid())
@@ -98,3 +112,8 @@ def test_chats(ranks, number):
 @pytest.mark.gloo2
 def test_reduces(ranks):
     ranks.options(timeout=LONG).run(reduce_for_ever)
+
+
+@pytest.mark.gpu2
+def test_uses_both_gpus(ranks):
+    ranks.options(timeout=LONG).run(use_both_gpus)

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,8 +53,8 @@ class Lease:
 
 
 def folder() -> Path:
-    """The machine's folder of locks, writable by every user as /tmp is."""
-    path = Path(os.environ.get(FOLDER) or Path(tempfile.gettempdir()) / "gefen-ranks-leases")
+    """The machine's folder of locks, writable by every user as /tmp is; TMPDIR may be one user's or one job's."""
+    path = Path(os.environ.get(FOLDER) or "/tmp/gefen-ranks-leases")
     if not path.is_dir():
         path.mkdir(mode=0o1777, parents=True, exist_ok=True)
         with contextlib.suppress(OSError):

@@ -50,6 +50,16 @@ def test_all_or_nothing(folder):
     held.release()
 
 
+def test_one_folder_for_the_machine(tmp_path, monkeypatch):
+    """Whoever's temporary directory is elsewhere, as a batch job's is, still meets the others' locks."""
+    monkeypatch.delenv(lease.FOLDER, raising=False)
+    before = lease.folder()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert lease.folder() == before == Path("/tmp/gefen-ranks-leases")
+    lease.sweep(before)
+
+
 def test_more_than_there_are(folder):
     """More GPUs than are visible is an error at once."""
     with pytest.raises(lease.LeaseTimeoutError, match="3 GPUs wanted, 2 are visible"):

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-
 import pytest
 import torch
 
 from gefen_offload.ranks import expect_failure
-from gefen_offload.ranks.inventory import inventory
-from support.child_pytest import wait_until
-from support.mortal import Mortal
 
 MIB = 1 << 20
-KILLS = int(os.environ.get("GEFEN_RANKS_GPU_KILLS", "1"))
 
 
 def fail_late(context):
@@ -49,24 +41,3 @@ def test_restored_between_runs(ranks):
     for rank, (peak, device, tf32) in enumerate(ranks.run(surroundings).values):
         assert peak < 64 * MIB
         assert (device, tf32) == (rank, True)
-
-
-def used():
-    """MiB of each GPU."""
-    return [gpu.memory_used for gpu in inventory().gpus]
-
-
-@pytest.mark.gpu2
-def test_a_killed_pytest_leaves_no_gpu_memory(ranks, tmp_path):
-    """Killed while its ranks are in NCCL, with a gibibyte each, pytest leaves both empty (GEFEN_RANKS_GPU_KILLS)."""
-    ranks.run(surroundings)  # these ranks stay until the other pytest asks for their GPUs
-    held = used()
-    for number in range(KILLS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        mortal = Mortal(folder, "-k", "uses_both_gpus", "-m", "gpu2")
-        mortal.wait_for_ranks()
-        assert all(now > before + 512 for now, before in zip(used(), held, strict=True))
-        os.kill(mortal.child.process.pid, random.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP]))
-        mortal.check_gone()
-        wait_until(lambda: all(now < before for now, before in zip(used(), held, strict=True)), 10, "GPUs given back")

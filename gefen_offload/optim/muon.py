@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from gefen_offload.offload.schema import Cut, StateSchema, TensorEntry
 from gefen_offload.optim import checkpoint
+from gefen_offload.optim import fused as kernels
 from gefen_offload.optim.codebook import BINS, nearest_level, solve_codebook
-from gefen_offload.optim.gefen import Gefen, Graded, as_groups
+from gefen_offload.optim.gefen import Gefen, Graded, Updater, as_groups
 from gefen_offload.optim.groups import check_options
 from gefen_offload.optim.levels import Levels
 from gefen_offload.optim.muon_options import (
@@ -26,6 +28,9 @@ from gefen_offload.optim.muon_options import (
 from gefen_offload.optim.newton_schulz import QUINTIC, STEPS, Quintic, lr_ratio, orthogonalise, schedule_of
 from gefen_offload.optim.shard import is_sharded
 from gefen_offload.optim.work import PIECE_ELEMENTS, Piece, Scalars, StagedPiece, Work, cut
+
+if TYPE_CHECKING:
+    from gefen_offload.optim.fused.momentum import FusedMomentum
 
 # --- maths ----------------------------------------------------------------------------------------------------------
 
@@ -55,11 +60,11 @@ def momentum_step(
     return stored.mul_(momentum).add_(gradient, alpha=1 - momentum) if nesterov else stored
 
 
-def muon_update(staged: Sequence[StagedPiece], levels: Tensor) -> None:
+def muon_update(staged: Sequence[StagedPiece], levels: Tensor, fused: FusedMomentum | None = None) -> None:
     """Step whole matrices in order. Under FSDP2 each is gathered, so that every rank must go through the same ones."""
     for piece in staged:
         work = cast(MatrixWork, piece.piece.work)
-        update = _gathered(_averaged(piece, levels), work)
+        update = _gathered(_averaged(piece, levels, fused), work)
         steps = schedule_of(work.group["ns_coefficients"], work.group["ns_steps"])
         direction = orthogonalise(update, steps, work.group["eps"])
         ratio = lr_ratio(work.group["adjust_lr_fn"], *direction.shape)
@@ -76,12 +81,16 @@ def apply(parameter: Tensor, direction: Tensor, ratio: float, scalars: Scalars) 
         parameter.add_(direction, alpha=-scalars.lr * ratio)
 
 
-def _averaged(staged: StagedPiece, levels: Tensor) -> Tensor:
+def _averaged(staged: StagedPiece, levels: Tensor, fused: FusedMomentum | None) -> Tensor:
     """Update the momentum of a parameter, or of this rank's shard; return what it gives, bfloat16, in its shape.
 
-    In parts of whole blocks, so that only the bfloat16 result is as large as the matrix.
+    Without kernels in parts of whole blocks, so that only the bfloat16 result is as large as the matrix.
     """
     work, tensors = staged.piece.work, staged.tensors
+    if fused is not None and fused.fits(work.gradient):
+        state = (tensors["m_codebook"], tensors["m_magnitude"])
+        moved = fused(work.gradient, *state, levels, work.scalars.beta1, work.group["nesterov"])
+        return moved.view(work.parameter.shape)
     update = torch.empty(work.gradient.shape, dtype=torch.bfloat16, device=work.gradient.device)
     blocks = max(1, PIECE_ELEMENTS // work.period)
     for first in range(0, work.blocks, blocks):
@@ -139,7 +148,8 @@ class GefenMuon(Gefen):
     looks one gradient ahead. `ns_coefficients` (a, b, c) are applied `ns_steps` times, or those listed in `ns_schedule`
     once each. `adjust_lr_fn=None` or "original" scales the learning rate by sqrt(max(1, rows/cols)), "match_rms_adamw"
     by 0.2 sqrt(max(rows, cols)), so that an AdamW learning rate fits. A group may have its own of each of these. The
-    other options are those of `Gefen`. There are no fused kernels: `fused=True` is an error.
+    other options are those of `Gefen`. `fused=True` moves the momentum on with fused kernels, to the bits of the plain
+    path on that GPU, and is an error where they cannot run; with None it takes the plain path.
 
     Under FSDP2 each rank keeps the momentum of its shard, with blocks and codebook of its own, and the ranks gather the
     matrix to orthogonalise it, in the order of the groups: every rank must have a gradient for the same parameters. The
@@ -180,8 +190,6 @@ class GefenMuon(Gefen):
         capturable: bool = False,
         verbose: bool = False,
     ) -> None:
-        if fused:
-            raise ValueError("fused=True: GefenMuon has no fused kernels; leave fused at None")
         options: dict[str, Any] = {
             "lr": lr,
             "eps": eps,
@@ -197,7 +205,7 @@ class GefenMuon(Gefen):
         if ns_schedule is not None:
             options["ns_schedule"] = ns_schedule
         self._set_up(
-            fused=False,
+            fused=fused,
             factored_v_2d=False,
             codebook_refresh_every=codebook_refresh_every,
             capturable=capturable,
@@ -263,8 +271,12 @@ class GefenMuon(Gefen):
     def _divisible(self, works: Sequence[Work]) -> bool:
         return False
 
-    def _updater_for(self, device: torch.device) -> Callable[[Sequence[StagedPiece], Tensor], None]:
-        return muon_update
+    def _updater_for(self, device: torch.device) -> Updater:
+        if device not in self._updaters:
+            self._updaters[device] = (
+                partial(muon_update, fused=kernels.fused_momentum()) if self._fused else muon_update
+            )
+        return self._updaters[device]
 
     def _next_levels(self, graded: Sequence[Graded], periods: dict[Tensor, int]) -> Levels | None:
         """As in `Gefen`; a rank whose shards have no element takes a blank codebook."""

@@ -109,3 +109,21 @@ def test_learnt_as_on_the_cpu(ranks: Any) -> None:
     """Small and large gradients, with kernels (bfloat16) and without (float64), give the CPU's periods and codebook."""
     for device, cpu in ranks.options(timeout=280).run(learnt_on).values[0].values():
         assert device == cpu
+
+
+def move_momenta(context: Any) -> list[dict[str, Any]]:
+    """Every case of GefenMuon's momentum, and three steps of training, in three dtypes."""
+    from support.momenta import DTYPES, LARGE, SMALL, compare, train
+
+    trained = [train(dtype, context.device) for dtype in DTYPES]
+    return trained + [compare(case, dtype, context.device) for case in (*SMALL, *LARGE) for dtype in DTYPES]
+
+
+@pytest.mark.gpu1
+def test_momentum(ranks: Any) -> None:
+    """GefenMuon's kernels give the plain path's bits on the GPU."""
+    for record in ranks.options(timeout=280).run(move_momenta).values[0]:
+        assert record.get("same", True), record
+        assert record.get("indices", 0) == 0, record
+        assert record.get("magnitudes", True), record
+        assert record.get("updates", True), record

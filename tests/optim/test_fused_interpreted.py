@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from support import first_kernels as first_cases
 from support import fused as support_cases
+from support import momenta
 from support.interpreted import fused_multiply_add, records
 
 FIRST_NAMES = [first_cases.case_name(*case, dtype) for case in first_cases.LITTLE for dtype in first_cases.DTYPES]
 NAMES = [f"{str(dtype)[6:]}-{case.name}" for case in support_cases.SMALL for dtype in support_cases.DTYPES]
+MOMENTUM_NAMES = [f"{str(dtype)[6:]}-{case.name}" for case in momenta.SMALL for dtype in momenta.DTYPES]
 
 
 def interpreted(module: str) -> dict[str, dict[str, Any]]:
@@ -33,6 +35,12 @@ def compared() -> dict[str, dict[str, Any]]:
 def read() -> dict[str, dict[str, Any]]:
     """The kernels of a first step."""
     return interpreted("support.first_kernels")
+
+
+@pytest.fixture(scope="module")
+def moved() -> dict[str, dict[str, Any]]:
+    """The kernels of GefenMuon's momentum."""
+    return interpreted("support.momenta")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,6 +68,18 @@ def test_first_step(read: dict[str, dict[str, Any]], name: str) -> None:
     assert read[name]["same_counts"]
     assert read[name]["apart"] < 1e-12
     assert read[name]["same_again"]
+
+
+@pytest.mark.parametrize("name", MOMENTUM_NAMES)
+def test_momentum(moved: dict[str, dict[str, Any]], name: str) -> None:
+    """Indices, magnitudes and what is orthogonalised are the plain path's, to the bit, also in a second step."""
+    assert moved[name] == {"name": name, "indices": 0, "magnitudes": True, "updates": True}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_muon_trains_as_without_kernels(moved: dict[str, dict[str, Any]], dtype: str) -> None:
+    """Parameters and state after three steps have the same bits."""
+    assert moved[f"{dtype}-training"]["same"]
 
 
 @given(st.tuples(*[st.floats(width=32, allow_nan=False, allow_infinity=False)] * 3))

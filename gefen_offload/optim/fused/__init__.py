@@ -1,4 +1,4 @@
-"""The fused kernels: Gefen's update for many parameters in a few launches, in Triton.
+"""The fused kernels, in Triton: Gefen's update for many parameters in a few launches, and GefenMuon's momentum.
 
 Importing this package imports neither Triton nor CUDA; `available` says whether the kernels can run.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from gefen_offload.optim.fused.momentum import FusedMomentum
     from gefen_offload.optim.fused.update import FusedUpdate
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,3 +47,10 @@ def fused_update(device: torch.device) -> FusedUpdate:
     from gefen_offload.optim.fused.update import FusedUpdate
 
     return FusedUpdate(device)
+
+
+def fused_momentum() -> FusedMomentum:
+    """A new `FusedMomentum`, for a device where the kernels are available; keep it as long as the optimizer."""
+    from gefen_offload.optim.fused.momentum import FusedMomentum
+
+    return FusedMomentum()

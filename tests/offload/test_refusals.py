@@ -12,6 +12,7 @@ from torch import nn
 from gefen_offload import Gefen, GefenMuon, OffloadPolicy, OffloadReason, OffloadUnsupportedError
 from gefen_offload.offload import refusals
 from gefen_offload.offload.schema import Cut, StateSchema, TensorEntry
+from gefen_offload.ranks import identical
 from support.simulated import SimulatedAccelerator, simulated
 from support.streamed import Row, Training
 from support.witness import Witness
@@ -179,6 +180,23 @@ def test_a_parameter_subclass_is_refused(accelerator):
     """Subclasses may hold anything behind their bits."""
     optimizer = Gefen([("weight", Tagged(torch.randn(4, 4)))])
     assert "Tagged" in refused(optimizer.offload_state_, "subclass")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_tensor_of_torchao_is_refused(accelerator):
+    """Weights that torchao has quantised in place, beside an ordinary bias, are refused with nothing changed."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = nn.Linear(32, 16)
+    quantize_(layer, Int8WeightOnlyConfig())
+    optimizer = Gefen(layer.named_parameters())
+    layer.bias.grad = torch.randn(16)
+    optimizer.step()
+    before = optimizer.state_dict()
+    message = refused(optimizer.offload_state_, "subclass")
+    assert f"weight is a {type(layer.weight).__module__}" in message
+    assert "torch.nn.Parameter" in message
+    identical(before, optimizer.state_dict()).check()
 
 
 @pytest.mark.parametrize(

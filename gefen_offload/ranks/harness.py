@@ -31,6 +31,7 @@ from gefen_offload.ranks.wire import Join
 
 BOOT_PATIENCE = 180.0
 LEASE_PATIENCE = 600.0
+MOST_SPARES = 4  # pools that spare ranks are kept for
 IDLE_POOLS = 2  # beside the one in use; the longest idle is retired first
 LOOK = 0.3  # seconds between looks at whether another run waits for a GPU that we hold idle
 
@@ -177,9 +178,9 @@ class Harness:
     # processes
 
     def _process(self, key: Key) -> RankProcess:
-        """A spare rank if there is a living one that fits, else a new one."""
+        """The oldest living spare rank, which has imported most, if one fits; else a new one."""
         while self._spares and key.backend is not None:
-            process = self._spares.pop()
+            process = self._spares.pop(0)
             if process.exit_code() is None:
                 return process
             self._end([process])
@@ -252,9 +253,9 @@ def _threads() -> int:
 
 
 def _spare_sets() -> int:
-    """For how many pools there are spare ranks: one for every eight cores, which pytest-xdist's workers share."""
+    """For how many pools there are spare ranks: one for every four cores, which pytest-xdist's workers share."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // (8 * workers))
+    return min(MOST_SPARES, max(1, len(os.sched_getaffinity(0)) // (4 * workers)))
 
 
 @contextlib.contextmanager

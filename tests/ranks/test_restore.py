@@ -30,9 +30,25 @@ def test_pipes_and_sockets_of_libraries_are_theirs(added, groups, told):
     assert held(before).compared_with(held(before + added, groups), sockets=True) == told
 
 
-@pytest.mark.parametrize(("cores", "workers", "sets"), [(2, 1, 1), (32, 1, 4), (32, 4, 1)])
+@pytest.mark.parametrize(("cores", "workers", "sets"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 4, 2)])
 def test_spare_ranks_are_as_many_as_the_machine_affords(monkeypatch, cores, workers, sets):
-    """One set for every eight cores, which the processes of pytest-xdist share; one at least."""
+    """One set for every four cores, which the processes of pytest-xdist share; from one to four."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
     assert harness._spare_sets() == sets
+
+
+def test_the_oldest_spare_ranks_are_taken_first(monkeypatch):
+    """They have had the most time to import."""
+    monkeypatch.setattr(harness, "_spare_sets", lambda: 2)
+    run, key = harness.Harness(), harness.Key(1, "gloo")
+    try:
+        pool, _ = run.take(key)
+        run.retire(pool, refill=True)
+        first, second = (spare.pid for spare in run._spares)
+        pool, _ = run.take(key)
+        assert [process.pid for process in pool.processes] == [first]
+        run.retire(pool, refill=True)
+        assert [spare.pid for spare in run._spares][0] == second
+    finally:
+        run.close()

@@ -49,6 +49,6 @@ def test_the_oldest_spare_ranks_are_taken_first(monkeypatch):
         pool, _ = run.take(key)
         assert [process.pid for process in pool.processes] == [first]
         run.retire(pool, refill=True)
-        assert [spare.pid for spare in run._spares][0] == second
+        assert run._spares[0].pid == second
     finally:
         run.close()

@@ -31,7 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "bench" and rest[:1] == ["ranks"]:
         home, rest = "gefen_offload.bench.ranks", rest[1:]
         command = "bench ranks"
-    module = import_module(home)
+    try:
+        module = import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == __package__:
+            raise
+        where = "pip install 'gefen_offload[gate]', or '.[gate]' in a checkout"
+        print(f"gefen-offload {command} needs {error.name}: {where}", file=sys.stderr)
+        return USAGE
     parser = argparse.ArgumentParser(prog=f"gefen-offload {command}", description=module.__doc__)
     module.add_arguments(parser)
     return int(module.main(parser.parse_args(rest)))

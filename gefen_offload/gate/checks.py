@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from gefen_offload.gate import checkout, session
+from gefen_offload.gate import checkout, environment, session
 
 TIERS = "cpu or gloo2 or gloo4"
 PROCESSES = 2
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
         place = Place(root, path, Path(scratch))
         results = [timed(name, place, arguments.pytest) for name in chosen]
         closing_line = counted(place.scratch)
-    code = closing(results)
+    code = closing(results, asked=arguments.only or [])
     if closing_line:
         print(closing_line)
     return code
@@ -82,13 +82,13 @@ def timed(name: str, place: Place, extra: list[str]) -> Result:
     return Result(name, code, time.monotonic() - began, why)
 
 
-def closing(results: list[Result]) -> int:
-    """Say how each check ended; the failures decide."""
+def closing(results: list[Result], asked: list[str]) -> int:
+    """Say how each check ended; failures decide, and what was `asked` for by name and could not run is one."""
     print("== checks")
     for result in results:
         says = "not run" if result.code is None else "ok" if result.code == 0 else f"FAILED ({result.code})"
         print(f"  {result.name:14} {says:10} {result.seconds:6.1f} s  {result.why}".rstrip())
-    return int(any(result.code for result in results))
+    return int(any(result.code or (result.code is None and result.name in asked) for result in results))
 
 
 def counted(scratch: Path) -> str:
@@ -135,6 +135,8 @@ def pytest(place: Place, *arguments: str) -> int:
 
 def tests(place: Place, extra: list[str]) -> tuple[int | None, str]:
     """The tests that need no GPU, ranks pooled; cpu tests on two processes where pytest-xdist is there."""
+    if why := environment.lacking():
+        return 1, why
     if extra:
         return pytest(place, *(() if "-m" in extra else ("-m", TIERS)), *extra), ""
     spread = ("-n", str(PROCESSES)) if importlib.util.find_spec("xdist") else ()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gefen_offload.gate import checkout, facts
+from gefen_offload.gate import checkout, environment, facts
 from gefen_offload.gate.recorder import TIERS
 from gefen_offload.gate.verdict import possible
 
@@ -55,6 +55,8 @@ def software() -> Iterator[Line]:
         if importlib.util.find_spec(name) is None:
             state = "problem" if name in ("pytest", "setuptools") else "note"
             yield Line(state, name, "not installed")
+    if why := environment.lacking():
+        yield Line("problem", "tests", why)
 
 
 def gpus() -> Iterator[Line]:

@@ -20,6 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NEEDED = ("torch", "pytest")
+TESTS_IMPORT = {  # and the package that brings it
+    "hypothesis": "hypothesis",
+    "gefen": "gefen-x",
+    "deepspeed": "deepspeed",
+    "torchao": "torchao",
+    "triton": "triton",
+}
 MINIMUM = (3, 10)
 MARKER = ".gefen-offload-environment"
 LOCK = ".gefen-offload-lock"
@@ -68,6 +75,18 @@ def interpreter(root: Path) -> str:
         if not complete(folder, constraints):
             build(folder, constraints)
     return str(folder / "bin" / "python")
+
+
+def lacking() -> str:
+    """What the tests import and this Python does not have, with what to do; empty where nothing is missing."""
+    missing = [package for module, package in TESTS_IMPORT.items() if importlib.util.find_spec(module) is None]
+    if not missing:
+        return ""
+    return (
+        f"{sys.executable} has torch and pytest, but lacks what the tests import: {', '.join(missing)}. Install that "
+        f"there (pip install -c ci/constraints.txt {' '.join(missing)}), or start from a Python without torch, and an "
+        "environment is made"
+    )
 
 
 def places(root: Path) -> list[Path]:

@@ -81,10 +81,15 @@ class Ledger:
         for phase in session.phases:
             self.phases.setdefault(phase.id, []).append(phase)
 
+    def _elsewhere(self, id: str) -> str:
+        """For a list written from another folder: the collected test that this one must be."""
+        near = [other for other in self.collected if id.endswith(f"/{other}") or other.endswith(f"/{id}")]
+        return f"there is {near[0]}: ids are relative to the suite's folder" if near else ""
+
     def mandatory(self, id: str) -> tuple[Reason, str] | None:
         """Why this test does not count, or None if it was collected once and passed once."""
         if not self.selected[id]:
-            return (Reason.DESELECTED if self.collected[id] else Reason.MISSING), ""
+            return (Reason.DESELECTED, "") if self.collected[id] else (Reason.MISSING, self._elsewhere(id))
         if self.selected[id] > 1:
             return Reason.DUPLICATED, f"{self.selected[id]} times"
         runs = attempts(self.phases.get(id, ()))

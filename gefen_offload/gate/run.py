@@ -15,6 +15,7 @@ from pathlib import Path
 from gefen_offload.gate import baseline as performance
 from gefen_offload.gate import (
     checkout,
+    environment,
     facts,
     junit,
     manifest,
@@ -73,6 +74,9 @@ class Foreign:
 def own(root: Path, options: Options) -> int:
     """Judge this checkout's wheel; the exit code."""
     progress = Progress()
+    if not options.part and (why := environment.lacking()):
+        print(f"gefen-offload gate: {why}", file=sys.stderr)
+        return Status.UNFIT
     source = checkout.source(root, options.commit)
     folder = rundir.make(root, options.run_dir, (source.commit or source.digest)[:10])
     progress.say(f"run directory {folder}")

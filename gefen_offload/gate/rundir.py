@@ -47,8 +47,7 @@ def make(root: Path, asked: str | None, name: str) -> Path:
         try:
             place.mkdir(parents=True, exist_ok=True)
             (place / "sessions").mkdir(exist_ok=True)
-            if place.parent.name == ".gate":
-                (place.parent / ".gitignore").write_text("*\n")  # evidence is no part of anybody's source
+            (place / ".gitignore").write_text("*\n")  # evidence is no part of anybody's source
             return place.resolve()
         except OSError:
             if asked:

@@ -84,8 +84,11 @@ def run(plan: Plan, into: Path, watch: Watch | None = None, stopping: threading.
         )
         try:
             expired = not wait(process, plan.timeout, record, watch, stopping or threading.Event())
-        finally:
+        except BaseException:  # an interrupt, too, leaves nothing of the session behind
             stop(process)
+            leftovers(nonce, grace=0)
+            raise
+        stop(process)
     left = leftovers(nonce, plan.grace)
     exit = Exit(process.returncode, expired, round(time.monotonic() - began, 2), left)
     return read(record, plan.tier, nonce, exit)

@@ -282,7 +282,7 @@ def imports(session: Session, facts: Facts) -> list[Finding]:
     strange = [f"{name} from {path}" for name, path in sorted(session.modules) if path not in judged | {"None"}]
     findings += [Finding(Reason.IMPORT_SHADOWED, tier, detail=where) for where in strange[:3]]
     if not session.modules and session.status is not None:
-        findings.append(Finding(Reason.IMPORT_UNPROVEN, tier))
+        findings.append(Finding(Reason.IMPORT_UNPROVEN, tier, min(judged)))
     return findings
 
 

@@ -133,6 +133,11 @@ class Outcome:
 class RankFailure(Exception):
     """The verdict on a run that failed: its text is the whole report, and `outcomes` are its evidence."""
 
+    @property
+    def summary_of_ranks(self) -> str:
+        """The report's first line without the test that it begins with."""
+        return str(self).partition("\n")[0].partition("): ")[2] or str(self).partition("\n")[0]
+
     def __init__(
         self, report: str, outcomes: Sequence[Outcome] = (), first: Outcome | None = None, unfired: bool = False
     ) -> None:

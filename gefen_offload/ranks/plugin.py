@@ -202,6 +202,10 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A failing test leaves its artifacts, and its report says where and how to run it again."""
     report = yield
+    summary = getattr(call.excinfo and call.excinfo.value, "summary_of_ranks", None)
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if summary is not None and crash is not None:
+        crash.message = summary  # pytest's last lines have no room for the class and the test
     if (attached := item.config.stash.get(_attached_key, None)) is not None:
         _agree(attached, report)
     host = item.stash.get(_host_key, None)

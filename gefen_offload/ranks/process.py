@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import select
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ class RankProcess:
         self.page.close()
         with contextlib.suppress(OSError):
             os.close(self.pidfd)
+        shutil.rmtree(self.boot.file("tmp"), ignore_errors=True)
         for path in self.boot.folder.glob(f"{self.boot.name}.*"):
             path.unlink(missing_ok=True)
 

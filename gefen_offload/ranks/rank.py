@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -72,6 +73,8 @@ def _leave_the_parents_terminal(boot: Boot) -> None:
         os.dup2(opened, fd)
         os.close(opened)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was said before a death must be there
+    os.mkdir(boot.file("tmp"), 0o700)
+    tempfile.tempdir = str(boot.file("tmp"))  # goes with the rank, who is killed before a library could remove its own
     stacks = open(boot.file("stack"), "ab", buffering=0)  # noqa: SIM115 (open as long as the process)
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True, chain=False)

@@ -46,8 +46,9 @@ def _summary(verdict: Verdict, bad: Sequence[Outcome], world: int) -> str:
     if verdict.reason:
         return verdict.reason
     first = None if verdict.first is None else verdict.first.rank
-    ranks = ", ".join(str(o.rank) for o in bad if o.kind is not Kind.BLOCKED or o.rank == first)
-    return f"rank {ranks} of {world} failed; {verdict.first.headline() if verdict.first else verdict.kind.value}"
+    *others, last = (str(o.rank) for o in bad if o.kind is not Kind.BLOCKED or o.rank == first)
+    ranks = f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+    return f"{ranks} of {world} failed; {verdict.first.headline() if verdict.first else verdict.kind.value}"
 
 
 def _who_is_behind(outcomes: Sequence[Outcome]) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -167,6 +169,25 @@ def test_show_of_nothing_is_incomplete_evidence(tmp_path):
     assert command("gate", "show", str(tmp_path)).returncode == 4
 
 
+@pytest.mark.parametrize("name", ["gate", "doctor"])
+def test_what_the_command_needs_is_named(name):
+    """Without pytest there is a sentence and exit code 2, and no traceback."""
+    start = "import sys; sys.modules['pytest'] = None; from gefen_offload.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", start, name], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"gefen-offload {name} needs pytest: pip install")
+
+
+def test_a_list_written_from_another_folder_is_told(tmp_path):
+    """Ids that are relative to something else than the suite's folder: the verdict names the test that is there."""
+    folder = project(tmp_path)
+    (folder / "mandatory.txt").write_text("suite/test_it.py::test_one\n")
+    arguments = ["--tests", str(folder / "suite"), "--mandatory", str(folder / "mandatory.txt")]
+    done = command("gate", "run", *arguments, cwd=folder)
+    assert done.returncode == 4
+    assert "there is test_it.py::test_one: ids are relative to the suite's folder" in done.stdout
+
+
 def test_doctor_names_the_tiers():
     """``doctor`` says which tiers this machine can run."""
     done = command("doctor", CUDA_VISIBLE_DEVICES="")
@@ -187,5 +208,7 @@ def test_evidence_beside_a_suite_is_ignored_by_git(tmp_path):
     git(folder, "commit", "-q", "-m", "suite")
     arguments = ["--tests", str(folder / "suite"), "--mandatory", str(folder / "mandatory.txt")]
     assert command("gate", "run", *arguments, cwd=folder, PYTHONDONTWRITEBYTECODE="1").returncode == 0
-    assert len(list((folder / "suite" / ".gate").iterdir())) == 2
+    assert len(list((folder / "suite" / ".gate").iterdir())) == 1
     assert git(folder, "status", "--porcelain") == ""
+    assert command("gate", "run", *arguments, "--run-dir", str(folder / "mine"), cwd=folder).returncode == 0
+    assert git(folder, "status", "--porcelain", "--", "mine") == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gefen_offload.gate import environment
+from gefen_offload.gate import checks, environment, run
 from support.checkout import ROOT
 
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
@@ -120,6 +121,34 @@ def test_a_place_can_be_named(root, bare, installs, monkeypatch, tmp_path):
     """GEFEN_OFFLOAD_VENV comes first."""
     monkeypatch.setenv("GEFEN_OFFLOAD_VENV", str(tmp_path / "here"))
     assert environment.interpreter(root) == str(tmp_path / "here" / "bin" / "python")
+
+
+def test_what_the_tests_import_is_asked_for(monkeypatch):
+    """The table is the extra `test`, but for pytest and its plugins; a Python that lacks one of it is told which."""
+    extra = re.search(r"^test = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    packages = {re.match(r"[a-z-]+", name)[0] for name in re.findall(r'"(.*?)"', extra[1])}
+    assert {name for name in packages if "pytest" not in name} == {*environment.TESTS_IMPORT.values()} - {"triton"}
+    assert environment.lacking() == ""
+    monkeypatch.setitem(environment.TESTS_IMPORT, "no_such_module", "such-a-package")
+    assert "pip install -c ci/constraints.txt such-a-package" in environment.lacking()
+
+
+def test_a_python_without_it_is_unfit(monkeypatch, tmp_path, capsys):
+    """The gate exits with 3 before it builds anything, and the tests of ./ci/test fail, both with what to do."""
+    monkeypatch.setitem(environment.TESTS_IMPORT, "no_such_module", "such-a-package")
+    assert run.own(ROOT, run.Options(run_dir=str(tmp_path / "run"))) == 3
+    assert "such-a-package" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    code, why = checks.tests(checks.Place(ROOT, ROOT, tmp_path), [])
+    assert code == 1
+    assert "such-a-package" in why
+
+
+def test_a_check_that_was_asked_for_must_run(capsys):
+    """A tool that is missing is said; where its check was asked for by name that is a failure."""
+    result = checks.Result("lint", None, why="ruff is not installed here")
+    assert (checks.closing([result], asked=[]), checks.closing([result], asked=["lint"])) == (0, 1)
+    assert capsys.readouterr().out.count("not run") == 2
 
 
 def test_an_old_python_is_told_what_to_do(root, monkeypatch):

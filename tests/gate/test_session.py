@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from gefen_offload.gate import session
 from gefen_offload.gate.record import Damage
 from gefen_offload.gate.selftest.case import IDS, Suite
+from gefen_offload.ranks.kill import state
 
 
 def test_the_record_holds_every_phase(tmp_path):
@@ -93,6 +95,31 @@ def alive(pid):
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
+
+
+def test_an_interrupted_session_leaves_nothing(tmp_path):
+    """A helper in a session of its own is ended too when the gate itself is stopped in the middle."""
+    suite = Suite(
+        {
+            "test_it.py": """
+        import subprocess, time
+        def test_one():
+            child = subprocess.Popen(["sleep", "777"], start_new_session=True)
+            open("pid", "w").write(str(child.pid))
+            time.sleep(600)
+    """
+        }
+    )
+    stopping = threading.Event()
+
+    def stop_once_it_runs(records):
+        if any(path.read_text() for path in tmp_path.rglob("pid")):
+            stopping.set()
+
+    with pytest.raises(session.StoppedError):
+        suite.session(tmp_path, stop_once_it_runs, stopping)
+    (pid,) = (int(path.read_text()) for path in tmp_path.rglob("pid"))
+    assert state(pid) in ("zombie", "gone")
 
 
 def test_a_hang_leaves_its_stack(tmp_path):

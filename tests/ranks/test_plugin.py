@@ -57,6 +57,15 @@ def test_timed(ranks, number):
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["one-process", "xdist"])
+def test_the_summary_says_what_a_rank_did(tmp_path, workers):
+    """The line at the end begins with the ranks, and not with the names of a class and of the test again."""
+    text = "import pytest\ndef work(context):\n    assert context.rank != 1\n@pytest.mark.gloo2\ndef test_it(ranks):\n"
+    (tmp_path / "test_it.py").write_text(text + "    ranks.options(backend=None).run(work)\n")
+    output = run_child(tmp_path, "test_it.py", *workers, COLUMNS="200").output
+    assert "FAILED test_it.py::test_it - rank 1 of 2 failed; rank 1 raised AssertionError" in output
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["one-process", "xdist"])
 def test_timing(tmp_path, workers):
     """--ranks-timing says for each test what the start of ranks, the body and the rest took; bodies add up."""
     (tmp_path / "test_it.py").write_text(TIMED)

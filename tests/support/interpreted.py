@@ -38,9 +38,10 @@ def repair() -> None:
     builder_type, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     patch, fma = interpreter._patch_lang_tensor, builder_type.create_fma
 
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patched(tensor: Any, *scope: Any) -> None:  # Triton 3.5 has no scope
+        patch(tensor, *scope)
+        set_attribute = scope[0].set_attr if scope else setattr
+        set_attribute(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def create_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
         if z.data.dtype != np.float32:

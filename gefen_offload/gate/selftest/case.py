@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,7 +113,9 @@ class Suite:
             path.write_text(dedent(text))
         (folder / "conftest.py").write_text(dedent(CONFTEST) + dedent(self.files.get("conftest.py", "")))
 
-    def session(self, folder: Path) -> Session:
+    def session(
+        self, folder: Path, watch: session.Watch | None = None, stopping: threading.Event | None = None
+    ) -> Session:
         """Run it in a pytest of its own, with the gate's recorder and no other plugin but pytest-xdist for workers."""
         suite = folder / "suite"
         self.lay(suite)
@@ -129,7 +132,7 @@ class Suite:
             {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             self.grace,
         )
-        return session.run(plan, folder)
+        return session.run(plan, folder, watch, stopping)
 
     def manifest(self, folder: Path) -> Manifest:
         """The list that it must run."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -178,6 +179,10 @@ kept = []
 
 def leave_a_file(path):
     kept.append(open(path, "w"))  # noqa: SIM115 (left open on purpose)
+
+
+def leave_a_folder():
+    return tempfile.mkdtemp()
 
 
 def leave_a_child(path, new_session):
@@ -352,6 +357,11 @@ def test_leaks_a_thread(free):
 @pytest.mark.gloo2
 def test_leaks_a_daemon(free):
     free.run(on_rank_one, leave_a_daemon)
+
+
+@pytest.mark.gloo2
+def test_leaves_a_temporary_folder(free):
+    free.run(on_rank_one, leave_a_folder)
 
 
 @pytest.mark.gloo2

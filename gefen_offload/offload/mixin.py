@@ -29,7 +29,8 @@ class StateOffloadMixin:
     """A base class of an optimizer, before `torch.optim.Optimizer`.
 
     The host class declares `STATE_SCHEMA` and gives `_shared_tensors` and `_set_shared_tensors`: the tensors that all
-    parameters share, which stay on the parameters' device. Its `step` calls `_before_step` and `_run_update`.
+    parameters share, which stay on the parameters' device. Its `step` calls `_before_step`, `_run_update` and, once
+    counters are raised, `_step_counted`.
     """
 
     STATE_SCHEMA: ClassVar[StateSchema | None] = None
@@ -175,6 +176,11 @@ class StateOffloadMixin:
         if isinstance(held, Session):
             return held.run(self, pieces, prepare, divisible=divisible)
         return resident.run(pieces, prepare, self._schema())
+
+    def _step_counted(self) -> None:
+        """After `_run_update`, once the counters are raised too: until then an interruption poisons."""
+        if isinstance(self._offload, Session):
+            self._offload.counted()
 
     def _allocate_state(self, requests: Sequence[tuple[Tensor, Shapes]]) -> list[dict[str, Tensor]]:
         """Zero-filled state tensors for each (parameter, shapes and dtypes by name), where the authority lives."""

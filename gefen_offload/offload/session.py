@@ -32,6 +32,9 @@ class Host(Protocol):
     def _subject(self) -> Subject: ...
 
 
+UNCOUNTED = "an offloaded step was interrupted after parameters had changed, before it was counted"
+
+
 @dataclass
 class Poison:
     """Why state and parameters no longer match; None while they do."""
@@ -116,14 +119,21 @@ class Session:
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:
+        """Poisoned for as long as the step is neither undone nor, by `counted`, complete: it may be interrupted."""
         try:
+            self.poison.why = UNCOUNTED
             yield
         except StepError as error:
             self.steps_failed += 1
             self._fail(error)
         except BaseException:
+            self.poison.why = None
             self.steps_failed += 1
             raise
+
+    def counted(self) -> None:
+        """The step's counters have been raised: state and parameters match again."""
+        self.poison.why = None
 
     def _check_compute(self, piece: Piece) -> None:
         parameter = piece.work.parameter

@@ -8,21 +8,26 @@ import torch
 from torch import Tensor
 
 
+def lies_flat(tensor: Tensor) -> bool:
+    """Whether the tensor's memory holds its values row by row; a negating view holds others."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
 def view(tensor: Tensor, first: int, last: int) -> Tensor | None:
-    """Elements [first, last) in row-major order, 1-D, in the tensor's own memory; None if it is not contiguous."""
-    return tensor.view(-1)[first:last] if tensor.is_contiguous() else None
+    """Elements [first, last) in row-major order, 1-D, in the tensor's own memory; None if they do not lie there so."""
+    return tensor.view(-1)[first:last] if lies_flat(tensor) else None
 
 
 def read(tensor: Tensor, first: int, last: int) -> Tensor:
-    """Elements [first, last) in row-major order, 1-D: a view of a contiguous tensor, else a copy."""
-    if tensor.is_contiguous():
+    """Elements [first, last) in row-major order, 1-D: a view of a tensor that lies so, else a copy."""
+    if lies_flat(tensor):
         return tensor.view(-1)[first:last]
     return torch.cat([part.reshape(-1) for part in _parts(tensor, first, last)])
 
 
 def write(tensor: Tensor, first: int, values: Tensor) -> None:
     """Store the 1-D `values` at row-major positions `first` and on."""
-    if tensor.is_contiguous():
+    if lies_flat(tensor):
         tensor.view(-1)[first : first + values.numel()].copy_(values)
         return
     done = 0

@@ -220,6 +220,7 @@ class Gefen(Checkpointed):
         if not self._replay(keys):
             self._take_step(keys)
         self._global_step += 1
+        self._step_counted()
         return loss
 
     def _replay(self, keys: Sequence[object]) -> bool:

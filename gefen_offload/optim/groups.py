@@ -127,13 +127,26 @@ def check_distinct(new: Sequence[tuple[str, Tensor]], old: Iterable[Tensor]) -> 
 
 def _check_apart(parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Raise where two parameters lie on the same memory: one step would update it twice, in no set order."""
-    extents = sorted((*extent, name) for name, tensor in parameters if (extent := _extent(tensor)) is not None)
-    for (_, end, one), (start, _, other) in pairwise(extents):
+    extents: list[tuple[int, int, str]] = []
+    strided: dict[tuple[Any, ...], str] = {}
+    for name, tensor in parameters:
+        extent = _extent(tensor)
+        if extent is not None:
+            extents.append((*extent, name))
+        elif (view := _strided(tensor)) is not None:
+            if view in strided:
+                raise _on_same_memory(strided[view], name)
+            strided[view] = name
+    for (_, end, one), (start, _, other) in pairwise(sorted(extents)):
         if start < end:
-            raise ValueError(
-                f"{one} and {other} are different parameters on the same memory; tie them by using one nn.Parameter in "
-                "both places, and pass it once"
-            )
+            raise _on_same_memory(one, other)
+
+
+def _on_same_memory(one: str, other: str) -> ValueError:
+    return ValueError(
+        f"{one} and {other} are different parameters on the same memory; tie them by using one nn.Parameter in both "
+        "places, and pass it once"
+    )
 
 
 def _extent(tensor: Tensor) -> tuple[int, int] | None:
@@ -143,6 +156,15 @@ def _extent(tensor: Tensor) -> tuple[int, int] | None:
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or not tensor.data_ptr():
         return None
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def _strided(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Where the elements of a plain tensor lie that is not contiguous; None for any other."""
+    if type(tensor) not in (Tensor, Parameter) or tensor.is_meta or not tensor.numel():
+        return None
+    if tensor.layout is not torch.strided or tensor.is_contiguous() or not tensor.data_ptr():
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -273,9 +273,8 @@ class GefenMuon(Gefen):
 
     def _updater_for(self, device: torch.device) -> Updater:
         if device not in self._updaters:
-            self._updaters[device] = (
-                partial(muon_update, fused=kernels.fused_momentum()) if self._fused else muon_update
-            )
+            can = bool(self._fused) and kernels.available(device, torch.float32)
+            self._updaters[device] = partial(muon_update, fused=kernels.fused_momentum() if can else None)
         return self._updaters[device]
 
     def _next_levels(self, graded: Sequence[Graded], periods: dict[Tensor, int]) -> Levels | None:

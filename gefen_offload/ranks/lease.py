@@ -156,11 +156,16 @@ def _lock(path: Path, text: str) -> Lock | None:
 
 
 def _open(path: Path) -> int:
+    """[Note: protected files] A kernel may forbid O_CREAT on a file of another user's in a folder like /tmp."""
+    how = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        return os.open(path, how)
     except FileNotFoundError:
-        folder()  # swept by another run a moment ago
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        folder()  # it may have been swept by another run a moment ago
+    try:
+        fd = os.open(path, how | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return _open(path)
     with contextlib.suppress(OSError):
         os.fchmod(fd, 0o666)
     return fd

@@ -7,17 +7,16 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from gefen_offload.ranks.flight import RECORDER
+from gefen_offload.ranks.flight import ENTRIES, RECORDER
 from gefen_offload.ranks.kill import TOKEN, state
 from gefen_offload.ranks.wire import Join, Task
 
-OURS = ("CUDA_VISIBLE_DEVICES", TOKEN)  # the lease's devices and the run: never the parent's
-KEPT = (*OURS, "OMP_NUM_THREADS", *RECORDER)  # set by the harness, unless the parent has them
 IGNORED_FILES = ("/dev/", "anon_inode:", "/memfd:", "/proc/")
 GPU_TOLERANCE = 32 << 20  # bytes: workspaces that libraries keep
 
@@ -32,7 +31,7 @@ class Surroundings:
 
     def set(self, task: Task) -> None:
         """The parent's environment, path and directory; fixed seeds; torch's defaults."""
-        _set_environment(task.environ)
+        _set_environment(task.environ, self.join)
         if self.own_process:
             _set_process()
         sys.path[:] = task.path
@@ -62,8 +61,9 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class _Holdings:
-    """Process groups beyond the default one, threads, children, open files and GPU bytes of this process."""
+    """The default process group, how many others, threads, children, open files and GPU bytes of this process."""
 
+    default: Any  # the group that the pool was made with
     groups: int
     threads: set[threading.Thread]
     children: set[str]
@@ -72,7 +72,7 @@ class _Holdings:
 
     @classmethod
     def now(cls) -> _Holdings:
-        return cls(_extra_groups(), set(threading.enumerate()), _children(), _open_files(), _gpu_bytes())
+        return cls(*_groups(), set(threading.enumerate()), _children(), _open_files(), _gpu_bytes())
 
     def compared_with(self, now: _Holdings, sockets: bool) -> list[str]:
         """What is here now and was not before.
@@ -82,7 +82,8 @@ class _Holdings:
         """
         added = _added(self.files, now.files)
         sockets = sockets and now.groups <= self.groups and not any(path.startswith("/dev/nvidia") for path in added)
-        told = [f"{now.groups - self.groups} process group(s)"] if now.groups > self.groups else []
+        told = [] if now.default is self.default else ["another default process group, or none, than the harness made"]
+        told += [f"{now.groups - self.groups} process group(s)"] if now.groups > self.groups else []
         told += [f"thread {t.name!r}" for t in sorted(now.threads - self.threads, key=_name) if not _ends_soon(t)]
         told += [f"child process {pid}" for pid in sorted(now.children - self.children) if not _dies_soon(pid)]
         told += [f"open file {path}" for path in added if _counts(path, sockets)]
@@ -159,21 +160,26 @@ def _gpu_bytes() -> int:
     return int(torch.cuda.memory_allocated())
 
 
-def _extra_groups() -> int:
-    """Groups beyond the default one; torch keeps them until told."""
+def _groups() -> tuple[Any, int]:
+    """The default group, None if there is none, and how many others there are; torch keeps them until told."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 0
-    return len(distributed.distributed_c10d._world.pg_map) - 1
+        return None, 0
+    return distributed.group.WORLD, len(distributed.distributed_c10d._world.pg_map) - 1
 
 
-def _set_environment(wanted: dict[str, str]) -> None:
-    for name in list(os.environ):
-        if name not in wanted and name not in KEPT:
-            del os.environ[name]
+def _set_environment(parents: dict[str, str], join: Join) -> None:
+    """The parent's variables, and what the harness sets: where the parent has none, or, of a lease, in any case."""
+    wanted = {"OMP_NUM_THREADS": str(join.threads), **dict.fromkeys(RECORDER, str(ENTRIES)), **parents}
+    wanted |= {TOKEN: os.environ[TOKEN]} if TOKEN in os.environ else {}
+    if join.devices:
+        wanted["CUDA_VISIBLE_DEVICES"] = ",".join(join.devices)
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
     for name, value in wanted.items():
-        if os.environ.get(name) != value and name not in OURS:
+        if os.environ.get(name) != value:
             os.environ[name] = value
+    time.tzset()
 
 
 def _set_process() -> None:
@@ -181,9 +187,11 @@ def _set_process() -> None:
     if not _first:
         umask = os.umask(0o077)
         _first["umask"] = umask
+        _first["temporary folder"] = tempfile.tempdir
         for number in signal.valid_signals():
             _first[number] = signal.getsignal(number)
     os.umask(_first["umask"])
+    tempfile.tempdir = _first["temporary folder"]
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in signal.valid_signals():
         if _first[number] is not None and signal.getsignal(number) is not _first[number]:
@@ -196,7 +204,7 @@ def _set_process() -> None:
         setattr(sys, name, stream)
 
 
-_first: dict[Any, Any] = {}  # umask, and the handler of each signal
+_first: dict[Any, Any] = {}  # umask, temporary folder, and the handler of each signal
 
 
 def _set_torch(join: Join, task: Task) -> None:
@@ -213,6 +221,12 @@ def _set_torch(join: Join, task: Task) -> None:
     torch.backends.cudnn.deterministic = False
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = True
+    torch.set_flush_denormal(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    for device in ("cpu", "cuda"):
+        torch.set_autocast_enabled(device, False)
+    for attention in ("flash", "mem_efficient", "math", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{attention}_sdp")(True)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
     torch.set_num_threads(join.threads)

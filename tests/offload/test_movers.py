@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gefen_offload import OffloadUnsupportedError
+from gefen_offload.offload.anchors import anchor
 from gefen_offload.offload.errors import OffloadCopyError
 from gefen_offload.ranks import identical
 from support.simulated import SimulatedAccelerator, simulated
@@ -135,3 +136,14 @@ def test_a_restored_copy_can_be_offloaded(training):
     other.offload_state_()
     assert other.state_offload_active
     assert not training.optimizer.state_offload_active
+
+
+def test_a_state_tensor_that_is_gone_is_noticed():
+    """Also where an entry that is no tensor came in its place, so that there are as many as before."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    state = {parameter: {"m": torch.ones(3)}}
+    seen = anchor([{"params": [parameter]}], state)
+    assert seen.holds([parameter], state)
+    del state[parameter]["m"]
+    state[parameter]["note"] = 1
+    assert not seen.holds([parameter], state)

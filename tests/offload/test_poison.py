@@ -53,6 +53,29 @@ def poison(training, error=FAILURE, window=2):
         del optimizer._update
 
 
+@pytest.mark.parametrize("deferred", [False, True], ids=["waiting", "deferred"])
+def test_an_interruption_before_the_count_poisons(accelerator, monkeypatch, deferred):
+    """Between the last launch and the step counters state and parameters do not match; a load mends that."""
+    training, saved = start(OffloadPolicy(staging_bytes=500, deferred=deferred))
+    optimizer = training.optimizer
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "_count", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.step(1, True)
+    assert optimizer.state_offload_poisoned
+    for operation in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(OffloadPoisonedError, match="after parameters had changed, before it was counted"):
+            operation()
+    optimizer.load_state_dict(saved)
+    assert not optimizer.state_offload_poisoned
+    training.step(1, True)
+    assert not optimizer.state_offload_poisoned
+
+
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_a_failing_update_poisons(accelerator, window):
     """Whichever window fails, `step` and `state_dict` raise, naming a parameter of it and the cause."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -49,3 +51,16 @@ def test_unavailable_says_why() -> None:
     """On the CPU, outside the interpreter, and for float64 the kernels say why they cannot run."""
     assert "float64" in str(fused.why_not(torch.device("cuda"), torch.float64))
     assert not fused.available(torch.device("cpu"), torch.float64)
+
+
+def test_negating_views_are_not_stepped_in_place():
+    """Their memory holds other values than theirs, though it is contiguous."""
+    from gefen_offload.optim.fused.update import _in_place
+    from support.fused import Case, pieces_of
+
+    (piece,) = pieces_of(Case((4, 32), 8), torch.float32, torch.device("cpu"))
+    work = piece.piece.work
+    assert _in_place(piece)
+    for name in ("parameter", "gradient"):
+        negated = replace(work, **{name: torch._neg_view(getattr(work, name))})
+        assert not _in_place(replace(piece, piece=replace(piece.piece, work=negated)))

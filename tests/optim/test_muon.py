@@ -88,6 +88,16 @@ def test_a_wrong_option_is_named(options: dict[str, Any], words: str) -> None:
         GefenMuon(parameters(torch.float32, SHAPES), **{"lr": 1e-2, **options})
 
 
+def test_kernels_that_cannot_run_here_are_not_asked_for() -> None:
+    """As `Gefen`, an optimizer that was made where kernels run, and came here as a pickle, takes the plain path."""
+    here, elsewhere = (GefenMuon(parameters(torch.float32, SHAPES), lr=1e-2) for _ in range(2))
+    elsewhere._fused = True
+    for optimizer in (here, elsewhere):
+        set_gradients([p for group in optimizer.param_groups for p in group["params"]], 0)
+        optimizer.step()
+    assert differing(here.state_dict(), elsewhere.state_dict()) is None
+
+
 def test_a_group_has_options_of_its_own() -> None:
     """A group's momentum and schedule are its own and wrong ones are refused without adding it."""
     tensors = parameters(torch.float32, SHAPES)

@@ -89,6 +89,33 @@ def test_parameters_on_the_same_memory_are_refused():
     assert len(optimizer.param_groups) == 1
 
 
+def test_strided_views_of_the_same_memory_are_refused():
+    """Two parameters that are one tensor's transpose, too; views of its columns, which lie apart, are not."""
+    weight = torch.randn(6, 8)
+    with pytest.raises(ValueError, match="a and b are different parameters on the same memory"):
+        Gefen([("a", nn.Parameter(weight.t())), ("b", nn.Parameter(weight.t()))])
+    Gefen([("a", nn.Parameter(weight[:, :4])), ("b", nn.Parameter(weight[:, 4:]))])
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_parameter_that_is_a_negating_view(together):
+    """Its memory holds its values negated; it steps by its values, alone and beside others of its size."""
+    values = torch.randn(4, 16)
+    views, plain = (
+        [nn.Parameter(t) for t in (first, *(torch.ones(4, 16),) * (together - 1))]
+        for first in (torch._neg_view(-values), values.clone())
+    )
+    for tensors in (views, plain):
+        optimizer = Gefen(tensors, lr=0.1)
+        for _ in range(3):
+            for number, tensor in enumerate(tensors):
+                tensor.grad = torch.full((4, 16), 1.0 + number)
+            optimizer.step()
+    for view, other in zip(views, plain, strict=True):
+        assert torch.equal(view.detach().resolve_neg(), other.detach())
+    assert views[0].is_neg()
+
+
 def test_a_parameter_given_twice_is_refused():
     """The same tensor twice, in one group or in two, raises at construction and names both places."""
     (tensor,) = parameters(shapes=[(4,)])

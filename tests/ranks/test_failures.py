@@ -74,6 +74,12 @@ PASS = [
 ]
 
 
+PASS_IN_A_GROUP = [
+    *("test_corrupt", "test_pollutes", "test_leaves_a_group", "test_destroys_the_default_group"),
+    *("test_environment_of_one_test", "test_stays_warm", "test_new_group"),
+]
+
+
 QUICK = ["-k", "peer_done or skip or unpicklable or polluted or leaks_a"]
 
 
@@ -312,9 +318,7 @@ def test_killed_in_a_collective(gloo):
     assert "first cause: rank 0 was killed by SIGALRM (14)" in gloo.report("test_killed_by_an_alarm").text
 
 
-@pytest.mark.parametrize(
-    "name", ["test_corrupt", "test_pollutes", "test_leaves_a_group", "test_stays_warm", "test_new_group"]
-)
+@pytest.mark.parametrize("name", PASS_IN_A_GROUP)
 def test_what_must_pass_with_a_group(gloo, name):
     """Warm pools, restored defaults, fresh groups and corrupted elements behave as they should."""
     assert gloo.report(name).outcome == "passed", gloo.report(name).text

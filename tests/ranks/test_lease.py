@@ -60,6 +60,24 @@ def test_one_folder_for_the_machine(tmp_path, monkeypatch):
     lease.sweep(before)
 
 
+def test_a_lock_of_another_users_is_not_created(folder, monkeypatch):
+    """Kernels that protect files in /tmp forbid O_CREAT on another user's; one that is there is opened without it."""
+    held = take("a", 1)
+    asked = []
+    opened = os.open
+
+    def open_as_told(path, flags, *more, **named):
+        asked.append(flags)
+        return opened(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", open_as_told)
+    with pytest.raises(lease.LeaseTimeoutError):
+        lease.acquire(["a"], 1, 0, nothing_to_let_go)
+    assert any(not flags & os.O_CREAT for flags in asked)
+    assert all(flags & os.O_EXCL for flags in asked if flags & os.O_CREAT)
+    held.release()
+
+
 def test_more_than_there_are(folder):
     """More GPUs than are visible is an error at once."""
     with pytest.raises(lease.LeaseTimeoutError, match="3 GPUs wanted, 2 are visible"):

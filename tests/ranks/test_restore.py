@@ -12,7 +12,7 @@ PIPE, SOCKET, CUDA = "pipe:[7]", "socket:[8]", "/dev/nvidiactl"
 
 
 def held(files, groups=0):
-    return restore._Holdings(groups, set(), set(), files, 0)
+    return restore._Holdings(None, groups, set(), set(), files, 0)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ SMALL = (  # of whole vectors: for the elements after the last one torch sums ot
     Case(32, 1031),
     Case(1, 4096),
     Case(7, 128, momentum=0.0),
+    Case(8, 256, momentum=0.2),
 )
 LARGE = (Case(4096, 2048), Case(64, 11008), Case(2**16, 8), Case(3, 9001), Case(2, 2**20))
 

@@ -236,7 +236,7 @@ class Description:
 
 def nearer_to_momentum(scalars: Scalars) -> bool:
     """Whether 1 - beta1 is below a half: torch's lerp then begins at the momentum, else at the gradient."""
-    return scalars.beta1 > 0.5
+    return bool(np.float32(1 - scalars.beta1) < 0.5)
 
 
 def pack_scalars(scalars: Scalars, factored: bool) -> bytes:

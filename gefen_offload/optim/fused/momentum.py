@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ MOST = 2**31 - max(TILES)  # elements of a matrix
 
 
 class FusedMomentum:
-    """Moves the momentum of matrices on one device on, with the bits of the plain path there."""
+    """Moves the momentum of matrices on one device on, with the bits of the plain path there while they are finite."""
 
     def __init__(self) -> None:
         self._levels: Tensor | None = None
@@ -37,7 +38,8 @@ class FusedMomentum:
         largest = torch.zeros_like(magnitude)
         update = torch.empty_like(gradient, dtype=torch.bfloat16)
         common = (gradient, indices, magnitude, tables.levels[gradient.dtype])
-        numbers, near = (count, period, 1 - momentum), momentum > 0.5
+        weight = float(np.float32(1 - momentum))
+        numbers, near = (count, period, weight), weight < 0.5
         grid, shape = (-(-count // tile),), {"WHOLE": whole > 0, "TILE": tile, "num_warps": max(1, tile // 256)}
         with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call, unused-ignore]
             largest_momenta[grid](*common, largest.view(torch.int32), *numbers, near, **shape, enable_fp_fusion=False)

@@ -82,7 +82,7 @@ def _has_kernels(staged: StagedPiece) -> bool:
 
 def _in_place(staged: StagedPiece) -> bool:
     work = staged.piece.work
-    return _has_kernels(staged) and work.parameter.is_contiguous() and work.gradient.is_contiguous()
+    return _has_kernels(staged) and flat.lies_flat(work.parameter) and flat.lies_flat(work.gradient)
 
 
 def _extent(piece: Piece) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 import time
 
 import pytest
@@ -110,6 +111,44 @@ def test_leaves_a_group(ranks):
         result = ranks.run(sharded_sum)
         assert result.values == [12.0, 12.0]
         assert result.leaks == ("rank 0: 1 process group(s)", "rank 1: 1 process group(s)")
+
+
+def destroy_the_default_group(context):
+    dist.destroy_process_group()
+
+
+@pytest.mark.gloo2
+def test_destroys_the_default_group(ranks):
+    leaks = ranks.run(destroy_the_default_group).leaks
+    assert leaks == tuple(f"rank {r}: another default process group, or none, than the harness made" for r in (0, 1))
+    assert ranks.run(reduce, 1).values == [8.0, 8.0]
+
+
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_FR_BUFFER_SIZE", "TZ", "TMPDIR", "OF_ONE_TEST")
+
+
+def environment(context):
+    return [os.environ.get(name) for name in VARIABLES], time.tzname, tempfile.gettempdir(), float(torch.tensor(1e-40))
+
+
+def denormals_are_zero(context):
+    torch.set_flush_denormal(True)
+    return environment(context)
+
+
+@pytest.mark.gloo2
+def test_environment_of_one_test(ranks, monkeypatch, tmp_path):
+    before = ranks.run(environment).values
+    with monkeypatch.context() as patch:
+        for name, value in zip(VARIABLES, ("3", "7", "9", "Asia/Tokyo", str(tmp_path), "yes"), strict=True):
+            patch.setenv(name, value)
+        changed = ranks.run(denormals_are_zero).values[0]
+    assert changed[0][:4] == ["3", "7", "9", "Asia/Tokyo"]
+    assert (changed[1], changed[3]) == (("JST", "JST"), 0.0)
+    again = ranks.run(environment).values
+    assert [value[:2] for value in again] == [value[:2] for value in before]
+    assert [value[3] for value in again] == [value[3] for value in before] != [0.0, 0.0]
+    assert [value[2] for value in again] == [value[2] for value in before]
 
 
 @pytest.mark.gloo2

@@ -56,8 +56,9 @@ class Anchors:
             return False
         tensors: list[Any] = list(map(dict.get, map(entries.__getitem__, self.owners), self.names))
         seen = [tensor() for tensor in self.tensors]
-        gone = any(tensor is None for tensor in seen)
-        return not gone and same(tensors, seen) and addresses(tensors) == self.addresses
+        if any(tensor is None for tensor in seen):
+            return False
+        return same(tensors, seen) and addresses(tensors) == self.addresses
 
 
 def _size(entry: Any) -> int:

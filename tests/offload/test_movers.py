@@ -72,13 +72,15 @@ MOVERS = pytest.mark.parametrize("mover", [new_dicts, new_tensors, new_data, new
 
 @MOVERS
 def test_a_mover_is_noticed(accelerator, training, mover):
-    """The next step refuses with advice, and changes nothing."""
+    """The next step refuses with advice, and changes nothing; also while somebody still holds the old tensors."""
+    held = [list(entry.values()) for entry in training.optimizer.state.values()]
     mover(training.optimizer)
     witness = Witness(training.optimizer, accelerator)
     with pytest.raises(OffloadUnsupportedError, match=r"restore_state_\(\)") as caught:
         training.step(2, True)
     assert caught.value.reason.value == "moved"
     witness.check()
+    del held
 
 
 @MOVERS

@@ -106,6 +106,12 @@ MUTANTS = [
             f"{POISON}test_a_failing_update_poisons[1]",
         ),
         (
+            "a step that is not counted poisons",
+            "            self.poison.why = UNCOUNTED\n",
+            "",
+            f"{POISON}test_an_interruption_before_the_count_poisons[deferred]",
+        ),
+        (
             "a gradient that no kernel may touch",
             "self._check_compute(piece)",
             "pass",

@@ -188,7 +188,7 @@ MUTANTS = [
             "tensors are compared",
             "same(tensors, seen) and addresses(tensors) == self.addresses",
             "True",
-            f"{MOVERS}test_a_mover_is_noticed[new_tensors]",
+            f"{MOVERS}test_a_mover_is_noticed_while_the_old_tensors_live[new_tensors]",
         ),
         (
             "a new entry is noticed",

@@ -13,6 +13,7 @@ from gefen_offload import Gefen, OffloadPolicy, OffloadUnsupportedError
 from gefen_offload.offload import cuda
 from gefen_offload.ranks import identical
 from support.streamed import Row, Training, on_cpu
+from support.witness import Witness
 
 pytestmark = pytest.mark.gpu1
 MIB = 2**20
@@ -256,3 +257,45 @@ def taken_away(context):
     except OffloadUnsupportedError as error:
         return training.optimizer.state_offload_poisoned, error.reason.value
     return False, ""
+
+
+@pytest.mark.parametrize("operation", ["activation", "restoration", "load"])
+def test_when_the_gpu_is_full(ranks, operation):
+    """The allocator's own error, nothing changed, nothing kept; with memory again the operation succeeds."""
+    ranks.run(full, operation)
+
+
+def full(context, operation):
+    """Worker: the process may take no more memory than it has, in the middle of a run."""
+    optimizer = Gefen(model(context.device))
+    optimizer.step()
+    saved = on_cpu(optimizer.state_dict())
+    if operation == "restoration":
+        optimizer.offload_state_()
+    take = {
+        "activation": lambda: optimizer.offload_state_(policy=OffloadPolicy(staging_bytes=16 * MIB)),
+        "restoration": optimizer.restore_state_,
+        "load": lambda: optimizer.load_state_dict(saved),
+    }[operation]
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    witness = Witness(optimizer, Allocator())
+    total = torch.cuda.get_device_properties(context.device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + MIB) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            take()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    witness.check()
+    take()
+    optimizer.step()
+
+
+class Allocator:
+    """What a witness asks of an accelerator: the GPU memory in use."""
+
+    @property
+    def held(self):
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()

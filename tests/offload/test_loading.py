@@ -10,6 +10,7 @@ import torch
 
 from gefen_offload.ranks import identical
 from support.simulated import SimulatedAccelerator, simulated
+from support.solved import solving_once
 from support.streamed import Row, Training, on_cpu, run
 from support.witness import Witness
 
@@ -24,9 +25,9 @@ def accelerator():
         yield accelerator
 
 
-def halfway(offload):
+def halfway(offload, device=CPU):
     """A training after four steps, and its checkpoint."""
-    training = Training(ROW, CPU)
+    training = Training(ROW, device)
     for step in range(4):
         training.step(step, offload)
     return training, training.optimizer.state_dict()
@@ -45,16 +46,43 @@ def live(optimizer):
     return tensors(list(optimizer.state.values())) + list(optimizer._shared_tensors().values())
 
 
-@pytest.mark.parametrize("to", [False, True], ids=["to-resident", "to-offloaded"])
-@pytest.mark.parametrize("source", [False, True], ids=["from-resident", "from-offloaded"])
-@pytest.mark.parametrize("mapped", [False, True], ids=["memory", "mmap"])
+PAIRS = [
+    pytest.mark.parametrize("to", [False, True], ids=["to-resident", "to-offloaded"]),
+    pytest.mark.parametrize("source", [False, True], ids=["from-resident", "from-offloaded"]),
+    pytest.mark.parametrize("mapped", [False, True], ids=["memory", "mmap"]),
+]
+
+
+@PAIRS[0]
+@PAIRS[1]
+@PAIRS[2]
 def test_a_run_continues_from_either_side(accelerator, tmp_path, source, to, mapped):
     """Saved resident or offloaded, loaded resident or offloaded, from memory or a mapped file: the same run."""
-    training, saved = halfway(source)
-    if mapped:
-        torch.save(saved, tmp_path / "checkpoint.pt")
-        saved = torch.load(tmp_path / "checkpoint.pt", mmap=True, map_location="cpu", weights_only=True)
-    other = Training(replace(ROW, activate=(0,)), CPU)
+    continue_elsewhere(CPU, source, to, tmp_path / "checkpoint.pt" if mapped else None)
+
+
+@pytest.mark.gpu1
+@PAIRS[0]
+@PAIRS[1]
+@PAIRS[2]
+def test_a_run_continues_from_either_side_on_a_gpu(ranks, tmp_path, source, to, mapped):
+    """The same on CUDA."""
+    ranks.run(continue_on_a_gpu, source, to, tmp_path / "checkpoint.pt" if mapped else None)
+
+
+def continue_on_a_gpu(context, *how):
+    """Worker."""
+    with solving_once():
+        continue_elsewhere(context.device, *how)
+
+
+def continue_elsewhere(device, source, to, path):
+    """Save a run halfway, load it into another optimizer, and compare the rest with the run that was not saved."""
+    training, saved = halfway(source, device)
+    if path is not None:
+        torch.save(saved, path)
+        saved = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+    other = Training(replace(ROW, activate=(0,)), device)
     if to:
         other.optimizer.offload_state_(policy=ROW.policy)
     other.optimizer.load_state_dict(saved)
@@ -63,7 +91,7 @@ def test_a_run_continues_from_either_side(accelerator, tmp_path, source, to, map
             mine.copy_(theirs)
     seen = [other.step(step, False) for step in range(4, ROW.steps)]
     assert other.optimizer.state_offload_active is to
-    identical(run(ROW, CPU, offload=False)[4:-1], seen).check()
+    identical(run(ROW, device, offload=False)[4:-1], seen).check()
 
 
 def test_nothing_live_is_the_checkpoints(accelerator):

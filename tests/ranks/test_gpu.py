@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+
 import pytest
 import torch
 
 from gefen_offload.ranks import expect_failure
+from gefen_offload.ranks.inventory import inventory
+from support.child_pytest import wait_until
+from support.mortal import Mortal
 
 MIB = 1 << 20
+KILLS = int(os.environ.get("GEFEN_RANKS_GPU_KILLS", "1"))
+"""How often a pytest whose ranks use two GPUs is killed; each time takes as long as two NCCL ranks take to start."""
 
 
 def fail_late(context):
@@ -23,6 +32,7 @@ def allocate(context, size):
 
 
 def surroundings(context):
+    torch.cuda.empty_cache()
     return torch.cuda.max_memory_allocated(), torch.cuda.current_device(), torch.backends.cudnn.allow_tf32
 
 
@@ -41,3 +51,25 @@ def test_restored_between_runs(ranks):
     for rank, (peak, device, tf32) in enumerate(ranks.run(surroundings).values):
         assert peak < 64 * MIB
         assert (device, tf32) == (rank, True)
+
+
+@pytest.mark.gpu2
+def test_nothing_stays_on_the_gpus(ranks, tmp_path):
+    """A pytest killed while its ranks hold memory and wait in a collective leaves no process, file or GPU memory."""
+    ranks.run(surroundings)
+    held = used()  # by this run's own ranks, which make room for the child's
+    for kill in range(KILLS):
+        folder = tmp_path / str(kill)
+        folder.mkdir()
+        mortal = Mortal(folder, "-k", "uses_both_gpus", "-m", "gpu2")
+        mortal.wait_for_ranks()
+        wait_until(lambda: all(now > before + 512 for now, before in zip(used(), held, strict=True)), 5, "memory")
+        number = random.Random(kill).choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+        os.kill(mortal.child.process.pid, number)
+        mortal.check_gone()
+        wait_until(lambda: all(now < before for now, before in zip(used(), held, strict=True)), 30, "free GPUs")
+
+
+def used():
+    """MiB in use on each GPU, by whomever."""
+    return [gpu.memory_used for gpu in inventory().gpus]

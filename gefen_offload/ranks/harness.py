@@ -88,7 +88,7 @@ class Harness:
             pool.busy = False
 
     def retire(self, pool: Pool, refill: bool = False) -> None:
-        """Kill, reap, forget: nothing is destroyed politely. `refill`: make spare ranks for the next pool."""
+        """Kill, reap, forget: nothing is destroyed politely. `refill`: make spare ranks, a pool will be wanted."""
         with self._lock:
             if pool not in self._pools:
                 return
@@ -162,7 +162,7 @@ class Harness:
         """Retire our own idle pools that hold GPUs."""
         with self._lock:
             for pool in self._idle_with_lease():
-                self.retire(pool)
+                self.retire(pool, refill=True)
 
     def _idle_with_lease(self) -> list[Pool]:
         return [p for p in self._pools if p.lease is not None and not p.busy and not p.private]
@@ -173,7 +173,7 @@ class Harness:
             with self._lock:
                 for pool in self._idle_with_lease():
                     if leasing.wanted(pool.lease.devices if pool.lease else ()):
-                        self.retire(pool)
+                        self.retire(pool, refill=True)
 
     # processes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 
@@ -277,19 +278,30 @@ def full(context, operation):
         "restoration": optimizer.restore_state_,
         "load": lambda: optimizer.load_state_dict(saved),
     }[operation]
-    torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    witness = Witness(optimizer, Allocator())
     total = torch.cuda.get_device_properties(context.device).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + MIB) / total)
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
+        filler = fill(context.device)
+        witness = Witness(optimizer, Allocator())
         with pytest.raises(torch.OutOfMemoryError):
             take()
+        witness.check()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    witness.check()
+    del filler
     take()
     optimizer.step()
+
+
+def fill(device):
+    """Take what is left of the memory that the allocator has, in ever smaller pieces."""
+    filler = []
+    for size in (16 * MIB, 4 * MIB, MIB):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                filler.append(torch.empty(size, dtype=torch.uint8, device=device))
+    return filler
 
 
 class Allocator:

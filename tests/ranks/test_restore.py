@@ -52,3 +52,22 @@ def test_the_oldest_spare_ranks_are_taken_first(monkeypatch):
         assert run._spares[0].pid == second
     finally:
         run.close()
+
+
+def test_ranks_that_made_room_are_replaced(monkeypatch, tmp_path):
+    """An idle pool that gives its GPUs to a test with new processes is wanted again after it: spare ranks wait."""
+    monkeypatch.setattr(harness, "_spare_sets", lambda: 2)
+    simulated = tmp_path / "gpus.json"
+    simulated.write_text('["SIM-0"]')
+    monkeypatch.setenv("GEFEN_RANKS_INVENTORY", str(simulated))
+    monkeypatch.setenv("GEFEN_RANKS_LEASES", str(tmp_path / "locks"))
+    run, key = harness.Harness(), harness.Key(1, "gloo", gpus=1)
+    try:
+        pool, _ = run.take(key)
+        run.give(pool)
+        private, _ = run.take(key, fresh=True)
+        assert pool.retired
+        assert len(run._spares) == 1  # of two: the test took the other one
+        run.retire(private)
+    finally:
+        run.close()

@@ -370,10 +370,13 @@ class Gefen(Checkpointed):
     def _updater_for(self, device: torch.device) -> Updater:
         """What steps staged pieces on `device`, given the codebook there: the fused kernels, or the plain path."""
         if device not in self._updaters:
-            wanted = device.type == "cuda" if self._fused is None else self._fused  # True on the CPU: interpreted
-            can = wanted and not self._capturable and kernels.available(device, torch.float32)
-            self._updaters[device] = kernels.fused_update(device) if can else plain_update
+            self._updaters[device] = kernels.fused_update(device) if self._takes_kernels(device) else plain_update
         return self._updaters[device]
+
+    def _takes_kernels(self, device: torch.device) -> bool:
+        """Whether steps on `device` are those of the fused kernels."""
+        wanted = device.type == "cuda" if self._fused is None else self._fused  # True on the CPU: interpreted
+        return wanted and not self._capturable and kernels.available(device, torch.float32)
 
     def _update(self, staged: Sequence[StagedPiece]) -> None:
         """Step the staged pieces on the current stream."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -17,6 +17,7 @@ from gefen_offload.optim.codebook import BINS, nearest_level, solve_codebook
 from gefen_offload.optim.gefen import Gefen, Graded, Updater, as_groups
 from gefen_offload.optim.groups import check_options
 from gefen_offload.optim.levels import Levels
+from gefen_offload.optim.matrix_batches import most_together, orthogonalised
 from gefen_offload.optim.muon_options import (
     check_matrix,
     check_muon_options,
@@ -25,7 +26,7 @@ from gefen_offload.optim.muon_options import (
     same_schedule,
     with_aliases,
 )
-from gefen_offload.optim.newton_schulz import QUINTIC, STEPS, Quintic, lr_ratio, orthogonalise, schedule_of
+from gefen_offload.optim.newton_schulz import QUINTIC, STEPS, Quintic, lr_ratio, schedule_of
 from gefen_offload.optim.shard import is_sharded
 from gefen_offload.optim.work import PIECE_ELEMENTS, Piece, Scalars, StagedPiece, Work, cut
 
@@ -61,14 +62,31 @@ def momentum_step(
 
 
 def muon_update(staged: Sequence[StagedPiece], levels: Tensor, fused: FusedMomentum | None = None) -> None:
-    """Step whole matrices in order. Under FSDP2 each is gathered, so that every rank must go through the same ones."""
+    """Step whole matrices, those of one shape together.
+
+    Under FSDP2 each is gathered, one after the other, so that every rank must go through the same ones.
+    """
+    for alike in _alike(staged):
+        works = [cast(MatrixWork, piece.piece.work) for piece in alike]
+        updates = [_gathered(_averaged(piece, levels, fused), work) for piece, work in zip(alike, works, strict=True)]
+        group = works[0].group
+        steps = schedule_of(group["ns_coefficients"], group["ns_steps"])
+        for work, direction in zip(works, orthogonalised(updates, steps, group["eps"]), strict=True):
+            ratio = lr_ratio(work.group["adjust_lr_fn"], *direction.shape)
+            apply(work.parameter, _sharded(direction, work), ratio, work.scalars)
+
+
+def _alike(staged: Sequence[StagedPiece]) -> Iterator[list[StagedPiece]]:
+    """Matrices of one group, device and shape, as many as may be taken together; a sharded one by itself."""
+    alike: dict[object, list[StagedPiece]] = {}
     for piece in staged:
         work = cast(MatrixWork, piece.piece.work)
-        update = _gathered(_averaged(piece, levels, fused), work)
-        steps = schedule_of(work.group["ns_coefficients"], work.group["ns_steps"])
-        direction = orthogonalise(update, steps, work.group["eps"])
-        ratio = lr_ratio(work.group["adjust_lr_fn"], *direction.shape)
-        apply(work.parameter, _sharded(direction, work), ratio, work.scalars)
+        parameter = work.parameter
+        key = id(work) if is_sharded(work.key) else (id(work.group), parameter.device, parameter.shape)
+        alike.setdefault(key, []).append(piece)
+    for pieces in alike.values():
+        most = most_together(pieces[0].piece.work.parameter.numel())
+        yield from (pieces[first : first + most] for first in range(0, len(pieces), most))
 
 
 def apply(parameter: Tensor, direction: Tensor, ratio: float, scalars: Scalars) -> None:
@@ -148,8 +166,8 @@ class GefenMuon(Gefen):
     looks one gradient ahead. `ns_coefficients` (a, b, c) are applied `ns_steps` times, or those listed in `ns_schedule`
     once each. `adjust_lr_fn=None` or "original" scales the learning rate by sqrt(max(1, rows/cols)), "match_rms_adamw"
     by 0.2 sqrt(max(rows, cols)), so that an AdamW learning rate fits. A group may have its own of each of these. The
-    other options are those of `Gefen`. `fused=True` moves the momentum on with fused kernels, to the bits of the plain
-    path on that GPU, and is an error where they cannot run; with None it takes the plain path.
+    other options are those of `Gefen`. The fused kernels move the momentum on, to the bits of the plain path on that
+    GPU. Small matrices of one shape are orthogonalised together where that, too, changes no bit.
 
     Under FSDP2 each rank keeps the momentum of its shard, with blocks and codebook of its own, and the ranks gather the
     matrix to orthogonalise it, in the order of the groups: every rank must have a gradient for the same parameters. The
@@ -273,8 +291,8 @@ class GefenMuon(Gefen):
 
     def _updater_for(self, device: torch.device) -> Updater:
         if device not in self._updaters:
-            can = bool(self._fused) and kernels.available(device, torch.float32)
-            self._updaters[device] = partial(muon_update, fused=kernels.fused_momentum() if can else None)
+            fused = kernels.fused_momentum() if self._takes_kernels(device) else None
+            self._updaters[device] = partial(muon_update, fused=fused)
         return self._updaters[device]
 
     def _next_levels(self, graded: Sequence[Graded], periods: dict[Tensor, int]) -> Levels | None:

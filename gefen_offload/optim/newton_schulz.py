@@ -21,14 +21,31 @@ def orthogonalise(matrix: Tensor, steps: Sequence[Quintic], eps: float) -> Tenso
     The norm is the Frobenius norm, at least `eps`. Everything is in bfloat16, the wide side across, and the result,
     (rows, cols), may be a transposed view. A matrix that is not finite gives NaNs.
     """
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.to(torch.bfloat16)
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)
+    x = _scaled(matrix, eps)
     for a, b, c in steps:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+    return x.T if _is_tall(matrix) else x
+
+
+def orthogonalise_together(matrices: Sequence[Tensor], steps: Sequence[Quintic], eps: float) -> list[Tensor]:
+    """The same of several matrices of one shape in batched products, whose sums may be taken in another order."""
+    x = torch.stack([_scaled(matrix, eps) for matrix in matrices])
+    for a, b, c in steps:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return list((x.mT if _is_tall(matrices[0]) else x).unbind())
+
+
+def _scaled(matrix: Tensor, eps: float) -> Tensor:
+    x = matrix.to(torch.bfloat16)
+    x = x.T if _is_tall(matrix) else x
+    norm: Tensor = x.norm()
+    return x / norm.clamp(min=eps)
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    return matrix.shape[0] > matrix.shape[1]
 
 
 def schedule_of(coefficients: Quintic | Sequence[Quintic], steps: int) -> Sequence[Quintic]:

@@ -88,6 +88,43 @@ def steady(context, fused, deferred):
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == count
 
 
+def test_what_a_step_costs(ranks):
+    """Offloaded, each byte of the state crosses once each way, in few launches a window; resident, in few in all."""
+    cost = ranks.run(costs).values[0]
+    assert cost["state"] <= cost["in"] == cost["out"] <= cost["state"] + 16 * 4 * len(SHAPES)  # with padding
+    assert cost["windows"] >= 4
+    assert cost["offloaded launches"] <= 8 * cost["windows"]
+    assert cost["resident launches"] <= 16
+    assert cost["resident peak"] <= 64 * MIB
+
+
+def costs(context):
+    """Worker: bytes, windows and launches of a steady step, and what a resident one takes of the GPU's memory."""
+    from gefen_offload.optim.fused.launch import Kernel
+
+    optimizer = Gefen(model(context.device))
+    for _ in range(3):
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held, launches = torch.cuda.memory_allocated(), Kernel.launches
+    optimizer.step()
+    torch.cuda.synchronize()
+    cost = {"resident launches": Kernel.launches - launches, "resident peak": torch.cuda.max_memory_allocated() - held}
+    optimizer.offload_state_(policy=OffloadPolicy(staging_bytes=4 * MIB))
+    optimizer.step()
+    before, launches = optimizer.state_offload_report(), Kernel.launches
+    optimizer.step()
+    after = optimizer.state_offload_report()
+    return cost | {
+        "state": sum(t.numel() * t.element_size() for t in state_tensors(optimizer)),
+        "in": after.to_device.nbytes - before.to_device.nbytes,
+        "out": after.to_host.nbytes - before.to_host.nbytes,
+        "windows": after.windows - before.windows,
+        "offloaded launches": Kernel.launches - launches,
+    }
+
+
 def test_steps_follow_the_callers_stream(ranks):
     """Stepping on a side stream, gradients made there just before, gives the bits of the default stream."""
     ranks.run(side_stream)

@@ -312,6 +312,15 @@ MUTANTS = [
             f"{LOADED}test_a_load_goes_to_host_memory_only",
         ),
     ),
+    *_of(
+        "gefen_offload/optim/matrix_batches.py",
+        (
+            "batches with other bits are not taken",
+            "_tried[key] = _try(key, steps, eps)",
+            "_tried[key] = True",
+            "tests/optim/test_matrix_batches.py::test_other_bits_are_not_taken[other-bits]",
+        ),
+    ),
     # the harness
     *_of(
         OUTCOME,

@@ -1,4 +1,4 @@
-"""The fused momentum of GefenMuon: matrix by matrix, as each is orthogonalised before the next one moves on."""
+"""The fused momentum of GefenMuon, matrix by matrix."""
 
 from __future__ import annotations
 

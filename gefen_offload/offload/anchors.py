@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
@@ -51,18 +52,17 @@ class Anchors:
         if not (
             same(parameters, self.parameters)
             and same(list(map(type, parameters)), self.kinds)
-            and list(map(_size, entries)) == self.sizes
+            and _sizes(entries) == self.sizes
         ):
             return False
         tensors: list[Any] = list(map(dict.get, map(entries.__getitem__, self.owners), self.names))
         seen = [tensor() for tensor in self.tensors]
-        if any(tensor is None for tensor in seen):
-            return False
-        return same(tensors, seen) and addresses(tensors) == self.addresses
+        alive = all(map(operator.is_not, seen, repeat(None)))
+        return alive and same(tensors, seen) and addresses(tensors) == self.addresses
 
 
-def _size(entry: Any) -> int:
-    return len(entry) if isinstance(entry, dict) else -1
+def _sizes(entries: Sequence[Any]) -> list[int]:
+    return [len(entry) if isinstance(entry, dict) else -1 for entry in entries]
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -90,7 +90,7 @@ def anchor_of(lengths: list[int], parameters: list[Tensor], state: Mapping[Tenso
         lengths,
         parameters,
         list(map(type, parameters)),
-        list(map(_size, entries)),
+        _sizes(entries),
         [position for position, _, _ in held],
         [name for _, name, _ in held],
         [weakref.ref(tensor) for _, _, tensor in held],

@@ -29,7 +29,7 @@ from gefen_offload.optim.groups import (
 )
 from gefen_offload.optim.learning import Learning, Newcomer, PeriodRule, refuse_orphans
 from gefen_offload.optim.levels import Levels, Remap
-from gefen_offload.optim.replay import KEPT, Replay, graded_keys, stepped_keys
+from gefen_offload.optim.replay import KEPT, Replay, stepped_keys, with_gradients
 from gefen_offload.optim.shard import is_sharded, local_of
 from gefen_offload.optim.update import plain_update
 from gefen_offload.optim.work import PIECE_ELEMENTS, Piece, Scalars, StagedPiece, Work, cut
@@ -216,14 +216,14 @@ class Gefen(Checkpointed):
             with torch.enable_grad():
                 loss = closure()
         self._before_step()
-        keys = graded_keys(self.param_groups)
-        if not self._replay(keys):
+        keys, gradients = with_gradients(self.param_groups)
+        if not self._replay(keys, gradients):
             self._take_step(keys)
         self._global_step += 1
         self._step_counted()
         return loss
 
-    def _replay(self, keys: Sequence[object]) -> bool:
+    def _replay(self, keys: Sequence[object], gradients: Sequence[Tensor]) -> bool:
         """Take the step as an earlier one over the same parameters, if there is one and it can be."""
         if self._refresh_due():
             return False
@@ -231,7 +231,7 @@ class Gefen(Checkpointed):
             if replay.matches(keys):
                 if index:
                     self._replays.insert(0, self._replays.pop(index))
-                return replay.take(self)
+                return replay.take(self, gradients)
         return False
 
     def _take_step(self, keys: Sequence[object]) -> None:

@@ -6,12 +6,12 @@ compared for all of them at once. A step of a few hundred parameters then takes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
 from gefen_offload.offload.anchors import Anchors, addresses, anchor_of, same
@@ -38,7 +38,7 @@ class Layout:
         return cls(
             (
                 addresses(parameters),
-                (np.array(starts) & 15).tolist(),
+                [start & 15 for start in starts],
                 [p.dtype for p in parameters],
                 [g.dtype for g in gradients],
                 [p.shape for p in parameters],
@@ -56,15 +56,56 @@ def tight(tensors: Sequence[Tensor]) -> bool:
         return False
 
 
-def graded_keys(groups: Sequence[dict[str, Any]]) -> list[object]:
-    """Each parameter with a gradient that has elements, after its group: in the groups' order."""
-    graded = [(g, p) for g in groups for p in g["params"] if p.grad is not None and p.grad.numel()]
-    return list(chain.from_iterable(graded))
+def with_gradients(groups: Sequence[dict[str, Any]]) -> tuple[list[object], list[Tensor]]:
+    """Each parameter with a gradient that has elements, after its group, in the groups' order; and these gradients."""
+    found = [(group, parameter, parameter.grad) for group in groups for parameter in group["params"]]
+    found = [each for each in found if each[2] is not None and each[2].numel()]
+    keys = chain.from_iterable((group, parameter) for group, parameter, _ in found)
+    return list(keys), [gradient for _, _, gradient in found]
 
 
 def stepped_keys(works: Sequence[Work]) -> list[object]:
     """The same, of those that stepped; shards instead of sharded parameters."""
     return list(chain.from_iterable((work.group, work.parameter) for work in works))
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Works that shared hyper-parameters and ages: the counters of all of them were equal, and have to be again."""
+
+    group: dict[str, Any]
+    members: list[tuple[tuple[str, ...], list[int]]]
+    """The names of counters, and the positions of the works that have these."""
+
+    def ages(self, states: Sequence[dict[str, Any]]) -> tuple[int, ...] | None:
+        """The counters of all of them; None if some differ."""
+        found = [row for names, positions in self.members for row in map(itemgetter(*names), _at(states, positions))]
+        return found[0] if found.count(found[0]) == len(found) else None
+
+    def advance(self, states: Sequence[dict[str, Any]], ages: tuple[int, ...]) -> None:
+        """Count one more step, after those of `ages`."""
+        for names, positions in self.members:
+            later = dict(zip(names, (age + 1 for age in ages), strict=True))
+            for state in _at(states, positions):
+                state.update(later)
+
+
+def cohorts(works: Sequence[Work], names: Sequence[tuple[str, ...]]) -> list[Cohort]:
+    """The works by whose hyper-parameters they have; `names` are the counters of each work, two at least."""
+    found: dict[int, Cohort] = {}
+    for position, work in enumerate(works):
+        cohort = found.setdefault(id(work.scalars), Cohort(work.group, []))
+        for known, positions in cohort.members:
+            if known == names[position]:
+                positions.append(position)
+                break
+        else:
+            cohort.members.append((names[position], [position]))
+    return list(found.values())
+
+
+def _at(states: Sequence[dict[str, Any]], positions: Sequence[int]) -> Iterator[dict[str, Any]]:
+    return map(states.__getitem__, positions)
 
 
 class Replay:
@@ -82,40 +123,32 @@ class Replay:
             self._anchors = anchor_of([], self._parameters, optimizer.state)
         gradients = [work.gradient for work in works]
         self._layout = Layout.of(self._parameters, gradients, addresses(gradients))
-        names = [optimizer._counters(work.factored) for work in works]
-        sharing = {id(work.scalars): i for i, work in enumerate(works)}  # one that has its hyper-parameters and age
-        self._ages = [(works[i].group, i, names[i]) for i in sharing.values()]
-        others = [sharing[id(work.scalars)] for work in works]
-        self._counters = [
-            (i, name, other, their)
-            for i, other in enumerate(others)
-            for name, their in zip(names[i], names[other], strict=True)
-        ]
+        self._cohorts = cohorts(works, [optimizer._counters(work.factored) for work in works])
 
     def matches(self, keys: Sequence[object]) -> bool:
         """Whether it was a step over these."""
         return same(keys, self._keys)
 
-    def take(self, optimizer: Gefen) -> bool:
+    def take(self, optimizer: Gefen, gradients: Sequence[Tensor]) -> bool:
         """Take the step if it still is the same one; False, with nothing changed, if it is not."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        if not self.stands(optimizer) or not tight(self._parameters) or not tight(gradients):  # type: ignore[arg-type]
+        if not self.stands(optimizer) or not tight(self._parameters) or not tight(gradients):
             return False
-        states = [optimizer.state[parameter] for parameter in self._parameters]
-        if not all(states[i][name] == states[other][their] for i, name, other, their in self._counters):
+        states = list(map(optimizer.state.__getitem__, self._parameters))
+        ages = [cohort.ages(states) for cohort in self._cohorts]
+        if None in ages:
             return False
-        starts = addresses(gradients)  # type: ignore[arg-type]
-        if Layout.of(self._parameters, gradients, starts) != self._layout:  # type: ignore[arg-type]
+        starts = addresses(gradients)
+        if Layout.of(self._parameters, gradients, starts) != self._layout:
             return False
         scalars = [
-            optimizer._read_scalars(group, states[i][names[0]] + 1, states[i][names[-1]] + 1)
-            for group, i, names in self._ages
+            optimizer._read_scalars(cohort.group, age[0] + 1, age[-1] + 1)  # type: ignore[index]
+            for cohort, age in zip(self._cohorts, ages, strict=True)
         ]
         if not self._program.renew(starts, scalars):
             return False
         self._again()
-        for i, name, _, _ in self._counters:
-            states[i][name] += 1
+        for cohort, age in zip(self._cohorts, ages, strict=True):
+            cohort.advance(states, age)  # type: ignore[arg-type]
         return True
 
     def stands(self, optimizer: Gefen) -> bool:

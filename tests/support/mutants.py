@@ -192,7 +192,7 @@ MUTANTS = [
         ),
         (
             "a new entry is noticed",
-            "list(map(_size, entries)) == self.sizes",
+            "_sizes(entries) == self.sizes",
             "True",
             f"{REFUSED}test_a_later_step_refuses[add-a-tensor-custom-state]",
         ),

@@ -183,9 +183,9 @@ def trained(scenario: Scenario, *, offload: bool, allowed: bool) -> tuple[list[A
     """
     replay, again = Gefen._replay, 0
 
-    def counting(optimizer: Gefen, keys: Sequence[object]) -> bool:
+    def counting(optimizer: Gefen, keys: Sequence[object], gradients: Sequence[torch.Tensor]) -> bool:
         nonlocal again
-        taken = allowed and replay(optimizer, keys)
+        taken = allowed and replay(optimizer, keys, gradients)
         again += taken
         return taken
 

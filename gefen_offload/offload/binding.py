@@ -14,20 +14,21 @@ from gefen_offload.offload.errors import OffloadReason, OffloadUnsupportedError
 from gefen_offload.offload.pieces import Piece
 from gefen_offload.offload.schema import Cut, StateSchema
 from gefen_offload.offload.slab import HostStore, Place, Slab
-from gefen_offload.offload.windows import SLOTS, CutPiece, Demand, Need, Part, Plan, Run, Spot, Window
+from gefen_offload.offload.turns import SLOTS, Turn
+from gefen_offload.offload.windows import CutPiece, Demand, Need, Part, Plan, Run, Spot, Window
 
 
 @dataclass(frozen=True)
 class Staging:
-    """Device memory for windows: the slots' bytes and the side area, uint8."""
+    """Device memory for windows, uint8: the slots, one after another, and the side area."""
 
-    slots: tuple[Tensor, ...] = ()
+    slots: Tensor | None = None
     side: Tensor | None = None
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        return self.slots[0].numel() if self.slots else 0
+        return 0 if self.slots is None else self.slots.numel() // SLOTS
 
     @property
     def side_bytes(self) -> int:
@@ -37,7 +38,15 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(slot.numel() for slot in self.slots) + self.side_bytes
+        return SLOTS * self.slot_bytes + self.side_bytes
+
+    def bytes(self, at: Run | Spot, start: int) -> Tensor:
+        """The bytes of a copy or a part of the window whose slots begin at `start`."""
+        memory, first = (self.side, 0) if at.side else (self.slots, start)
+        if memory is None:
+            raise RuntimeError("the staging memory has not been reserved")
+        first += at.staged if isinstance(at, Run) else at.offset
+        return memory[first : first + at.nbytes]
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ class BoundWindow:
 
     first: int
     last: int
+    turn: Turn
     tensors: tuple[dict[str, Tensor], ...]
     inward: tuple[Pair, ...]
     outward: tuple[Pair, ...]
@@ -61,6 +71,11 @@ class BoundPlan:
     cuts: tuple[CutPiece, ...] | None
     bytes_in: int
     bytes_out: int
+
+    @cached_property
+    def first_in(self) -> int:
+        """How many windows can be copied in before any has been copied out."""
+        return next((index for index, window in enumerate(self.windows) if window.turn.after >= 0), len(self.windows))
 
     @cached_property
     def last_names(self) -> str:
@@ -125,40 +140,40 @@ class Survey:
         return Need(key, tuple(entry.part(piece.first, piece.last, blocks) for entry in self._entries[key]))
 
     def bind(self, plan: Plan, cuts: tuple[CutPiece, ...] | None, staging: Staging) -> BoundPlan:
-        """The plan's views; window w is staged in slot w mod SLOTS."""
+        """The plan's views."""
         pieces = recut(self._pieces, cuts)
         windows = tuple(
-            self._bind_window(window, pieces[window.first : window.last], staging, slot_of(index))
-            for index, window in enumerate(plan.windows)
+            self._bind_window(window, pieces[window.first : window.last], staging) for window in plan.windows
         )
         parameters = tuple(piece.work.parameter for piece in self._pieces if piece.first == 0)
         return BoundPlan(parameters, windows, cuts, plan.bytes_in, plan.bytes_out)
 
-    def _bind_window(self, window: Window, pieces: Sequence[Piece], staging: Staging, slot: int) -> BoundWindow:
+    def _bind_window(self, window: Window, pieces: Sequence[Piece], staging: Staging) -> BoundWindow:
+        start = start_of(window.turn, staging.slot_bytes)
         tensors = tuple(
             {
-                entry.name: self._view(entry, spots[entry.name], staging, slot)
+                entry.name: self._view(entry, staging.bytes(spots[entry.name], start))
                 for entry in self._entries[id(piece.work.parameter)]
             }
             for piece, spots in zip(pieces, window.spots, strict=True)
         )
-        inward = tuple((_staged(run, staging, slot), self._host(run)) for run in window.inward)
-        outward = tuple((self._host(run), _staged(run, staging, slot)) for run in window.outward)
+        inward = tuple((staging.bytes(run, start), self._host(run)) for run in window.inward)
+        outward = tuple((self._host(run), staging.bytes(run, start)) for run in window.outward)
         states = tuple(piece.work.state for piece in pieces)
-        return BoundWindow(window.first, window.last, tensors, inward, outward, states)
+        return BoundWindow(window.first, window.last, window.turn, tensors, inward, outward, states)
 
-    def _view(self, entry: _Entry, spot: Spot, staging: Staging, slot: int) -> Tensor:
+    def _view(self, entry: _Entry, staged: Tensor) -> Tensor:
         shape = entry.tensor.shape
-        bytes_ = _staged(spot, staging, slot).view(entry.tensor.dtype)
-        return bytes_.view(shape) if entry.whole else bytes_.view(-1, *shape[1:])
+        typed = staged.view(entry.tensor.dtype)
+        return typed.view(shape) if entry.whole else typed.view(-1, *shape[1:])
 
     def _host(self, run: Run) -> Tensor:
         return self._slabs[run.memory].bytes(run.host, run.host + run.nbytes)
 
 
-def slot_of(index: int) -> int:
-    """The slot that a step's window `index` is staged in."""
-    return index % SLOTS
+def start_of(turn: Turn, slot_bytes: int) -> int:
+    """Where a window's slots begin."""
+    return turn.slots[0] * slot_bytes
 
 
 def recut(pieces: Sequence[Any], cuts: Sequence[CutPiece] | None) -> Sequence[Any]:
@@ -172,14 +187,6 @@ def _recut(piece: Any, cut: CutPiece) -> Any:
     if (cut.first, cut.last) == (piece.first, piece.last):
         return piece
     return replace(piece, first=cut.first, last=cut.last)
-
-
-def _staged(at: Run | Spot, staging: Staging, slot: int) -> Tensor:
-    memory = staging.slots[slot]
-    if at.side and staging.side is not None:
-        memory = staging.side
-    start = at.staged if isinstance(at, Run) else at.offset
-    return memory[start : start + at.nbytes]
 
 
 def _entries(state: dict[str, Any], schema: StateSchema, store: HostStore) -> Iterator[_Entry]:

@@ -1,11 +1,13 @@
 """The streamed step: copy in, update, copy out, over three slots.
 
 [Note: stream order] Three queues take part: `inward` and `outward`, made for copies, and the caller's current stream,
-on which the update runs. For window w in slot s = w mod 3:
+on which the update runs. For window w in slot s, or from slot s on:
 
-    inward:   waits for left[s] (window w - 3 is out)   copies w in    records arrived[s]
-    current:  waits for arrived[s]                      updates w      records updated[s]
-    outward:  waits for updated[s]                      copies w out   records left[s]
+    inward:   waits for left of each of its slots   copies w in    records arrived[s]
+    current:  waits for arrived[s]                  updates w      records updated[s]
+    outward:  waits for updated[s]                  copies w out   records left of each of its slots
+
+A window is copied in once the copies out of `after`, the last window before it in its slots, have been queued.
 
 The first windows are copied in before the optimizer has looked at its gradients, where the last plan is sure to be the
 next one; what was copied in for a step that does something else is never written back.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,8 +32,9 @@ from gefen_offload.offload.accelerator import Accelerator, Event, Stream
 from gefen_offload.offload.binding import BoundPlan, BoundWindow, Staging, Survey, names_of, recut
 from gefen_offload.offload.pieces import Launch, Piece, Prepare, Staged
 from gefen_offload.offload.schema import StateSchema
-from gefen_offload.offload.slab import HostStore
-from gefen_offload.offload.windows import SLOTS, cut_to_fit, plan
+from gefen_offload.offload.slab import HostStore, aligned
+from gefen_offload.offload.turns import SLOTS
+from gefen_offload.offload.windows import cut_to_fit, plan
 
 Key = tuple[bool, tuple[tuple[int, int, int], ...]]
 PLANS_KEPT = 4  # steps alternate between few sets of parameters with gradients
@@ -102,17 +106,16 @@ class Engine:
 
     def reserve(self, slot_bytes: int, side_bytes: int = 0) -> None:
         """Make the slots and the side area at least this large, once nothing uses them. Raises without effect."""
-        grow_slots, side = slot_bytes > self.staging.slot_bytes, self.staging.side
-        grow_side = side_bytes > (0 if side is None else side.numel())
+        slots, side = self.staging.slots, self.staging.side
+        grow_slots, grow_side = slot_bytes > self.staging.slot_bytes, side_bytes > self.staging.side_bytes
         if not (grow_slots or grow_side):
             return
         self.settle()
         self.cancel_prefetch()
-        slots = self.staging.slots
         with self.accelerator.scope():
             empty = self.accelerator.empty
             if grow_slots:
-                slots = tuple(empty((slot_bytes,), torch.uint8) for _ in range(SLOTS))
+                slots = empty((SLOTS * aligned(slot_bytes),), torch.uint8)
             if grow_side:
                 side = empty((side_bytes,), torch.uint8)
             self._after_current()
@@ -142,16 +145,16 @@ class Engine:
             self._first_in_line(bound)
             with self.accelerator.scope():
                 current = self.accelerator.current_stream()
-                self._copy_first_in(bound)
+                waiting = deque(bound.windows[self._copy_first_in(bound) :])
                 for index, window in enumerate(bound.windows):
-                    slot = self._slots[index % SLOTS]
+                    slot = self._slots[window.turn.slots[0]]
                     current.wait_event(slot.arrived)
                     mutated = True
                     launch(index)
                     current.record_event(slot.updated)
                     self._copy_out(slot, window)
-                    if index + SLOTS < len(bound.windows):
-                        self._copy_in(index + SLOTS, bound.windows[index + SLOTS])
+                    while waiting and waiting[0].turn.after <= index:
+                        self._copy_in(waiting.popleft())
                 self._finish(bound)
             if wait:
                 self.settle()
@@ -186,20 +189,20 @@ class Engine:
     def cancel_prefetch(self) -> None:
         """Forget what is on its way in, once it has arrived: the host state is about to change, or to be looked at."""
         if self._prefetched is not None:
-            first = self._prefetched.windows[:SLOTS]
+            first = self._prefetched.windows[: self._prefetched.first_in]
             self.traffic.bytes_in += sum(pair[0].numel() for window in first for pair in window.inward)
             self._prefetched = None
             _drain(self._inward)
 
-    def _copy_first_in(self, bound: BoundPlan) -> None:
-        """Start a step: its first windows, unless they are on their way."""
-        if self._prefetched is bound:
-            self._prefetched = None
-            return
-        self.cancel_prefetch()
-        self._start()
-        for index, window in enumerate(bound.windows[:SLOTS]):
-            self._copy_in(index, window)
+    def _copy_first_in(self, bound: BoundPlan) -> int:
+        """Start a step: its first windows, unless they are on their way; how many they are."""
+        if self._prefetched is not bound:
+            self.cancel_prefetch()
+            self._start()
+            for window in bound.windows[: bound.first_in]:
+                self._copy_in(window)
+        self._prefetched = None
+        return bound.first_in
 
     def _start(self) -> None:
         """Copies come after the caller's work so far, and after every copy out of the step before."""
@@ -212,18 +215,20 @@ class Engine:
         begun = self.accelerator.current_stream().record_event(self._begun)
         self._inward.wait_event(begun)
 
-    def _copy_in(self, index: int, window: BoundWindow) -> None:
-        slot = self._slots[index % SLOTS]
-        self._inward.wait_event(slot.left)
+    def _copy_in(self, window: BoundWindow) -> None:
+        slots = [self._slots[slot] for slot in window.turn.slots]
+        for slot in slots:
+            self._inward.wait_event(slot.left)
         self.accelerator.copy(window.inward, self._inward)
-        self._inward.record_event(slot.arrived)
+        self._inward.record_event(slots[0].arrived)
 
     def _copy_out(self, slot: Slot, window: BoundWindow) -> None:
         self._outward.wait_event(slot.updated)
         if window.first == 0:
             self._outward.record_event(self._clock.outward[0])
         self.accelerator.copy(window.outward, self._outward)
-        self._outward.record_event(slot.left)
+        for number in window.turn.slots:
+            self._outward.record_event(self._slots[number].left)
 
     def _finish(self, bound: BoundPlan) -> None:
         self._inward.record_event(self._clock.inward[1])

@@ -13,7 +13,7 @@ from gefen_offload.offload.policy import MIB, OffloadPolicy
 from gefen_offload.offload.refusals import Subject
 from gefen_offload.offload.session import Poison, Session
 from gefen_offload.offload.staging import tensors_of
-from gefen_offload.offload.windows import SLOTS
+from gefen_offload.offload.turns import SLOTS
 
 PROBE_BYTES = 32 * MIB
 PROBE_ROUNDS = 4

@@ -1,8 +1,8 @@
 """The plan of a step: which pieces share a window, and which bytes are copied where. Pure; nothing here allocates.
 
-A window's pieces are staged in one slot. Small parameters are packed: bytes that are neighbours on the host stay
-neighbours in the slot, and move in one copy. A parameter that spans windows has its WHOLE entries, and the small ones
-whatever their cut, in a side area, from the window of its first piece to that of its last.
+A window's pieces are staged in a slot, or in several side by side. Small parameters are packed: bytes that are
+neighbours on the host stay neighbours in the slot, and move in one copy. A parameter that spans windows has its WHOLE
+entries, and the small ones whatever their cut, in a side area, from the window of its first piece to that of its last.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from gefen_offload.offload.slab import ALIGNMENT, aligned
+from gefen_offload.offload.turns import Turn, slot_bytes_for, take_turns
 
-SLOTS = 3
 RAMP = (8, 2)  # the first windows are this much smaller: the first copy out, which a slot waits for, starts early
 SMALL = 4  # a parameter of at most 1/SMALL of a window is not split
 LEAST = 16  # a piece is not cut to fill less than 1/LEAST of a window
 EVEN = 16
 ASIDE = 64  # a tensor of at most 1/ASIDE of a window moves whole
-SIDE_FREE_AFTER = SLOTS  # a window's copies in wait for the copies out of the window SLOTS before it
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,11 @@ class Spot:
 
 @dataclass(frozen=True)
 class Window:
-    """Pieces [first, last) of the step, where each of their parts is staged, and the copies in and out."""
+    """Pieces [first, last) of the step, its slots, where each part is staged from the first of them on, the copies."""
 
     first: int
     last: int
+    turn: Turn
     spots: tuple[dict[str, Spot], ...]
     inward: tuple[Run, ...]
     outward: tuple[Run, ...]
@@ -116,13 +116,16 @@ class Plan:
 def plan(needs: Sequence[Need], capacity: int) -> Plan:
     """Pack the pieces, in their order, into windows of at most `capacity` bytes, or of one piece."""
     ranges, spanning = _divide(needs, capacity)
-    areas, side_bytes = _side_areas(needs, ranges, spanning, capacity // ASIDE)
-    windows = []
-    slot_bytes = 0
-    for first, last in ranges:
-        window, used = _window(needs, first, last, areas)
-        windows.append(window)
-        slot_bytes = max(slot_bytes, used)
+    aside = _aside(needs, spanning, capacity // ASIDE)
+    packed = [_pack(_in_slot(needs[first:last], aside)) for first, last in ranges]
+    sizes = [used for _, used in packed]
+    slot_bytes = slot_bytes_for(sizes, capacity)
+    turns = take_turns(sizes, slot_bytes)
+    areas, side_bytes = _side_areas(needs, ranges, aside, turns)
+    windows = [
+        _window(needs, first, last, turn, runs, areas)
+        for (first, last), turn, (runs, _) in zip(ranges, turns, packed, strict=True)
+    ]
     return Plan(tuple(windows), slot_bytes, side_bytes)
 
 
@@ -244,6 +247,9 @@ def _divide(needs: Sequence[Need], capacity: int) -> tuple[list[tuple[int, int]]
 
 # --- the side area --------------------------------------------------------------------------------------------------
 
+Aside = dict[int, tuple[Part, ...]]
+"""By parameter, its tensors that are staged in the side area."""
+
 
 @dataclass(frozen=True)
 class _Area:
@@ -254,35 +260,49 @@ class _Area:
     first: int
     last: int
 
-    def spot(self, part: Part) -> Spot | None:
-        """Where a part lies; None if it is staged in the slot."""
-        if part.name not in self.base:
-            return None
+    def spot(self, part: Part) -> Spot:
+        """Where a part of one of them lies."""
         return Spot(self.base[part.name] + part.offset - part.start, part.nbytes, side=True)
 
 
-def _side_areas(
-    needs: Sequence[Need], ranges: Sequence[tuple[int, int]], spanning: set[int], small: int
-) -> tuple[dict[int, _Area], int]:
-    """[Note: side areas] An area is used again only by a parameter that starts SIDE_FREE_AFTER windows or more later.
+def _aside(needs: Sequence[Need], spanning: set[int], small: int) -> Aside:
+    """What of the spanning parameters goes to the side area: WHOLE tensors, and those of at most `small` bytes."""
+    firsts = {need.parameter: need for need in reversed(needs) if need.parameter in spanning}
+    aside = {
+        parameter: tuple(part.tensor for part in need.parts if part.whole or part.total <= small)
+        for parameter, need in firsts.items()
+    }
+    return {parameter: parts for parameter, parts in aside.items() if parts}
 
-    By then the copy in waits, through its own slot, for every copy out of the parameter before.
+
+def _in_slot(needs: Sequence[Need], aside: Aside) -> list[Part]:
+    """The parts of a window that are staged in its slots."""
+    return [part for need in needs for part in need.parts if not _is_aside(need, part, aside)]
+
+
+def _is_aside(need: Need, part: Part, aside: Aside) -> bool:
+    return any(part.name == other.name for other in aside.get(need.parameter, ()))
+
+
+def _side_areas(
+    needs: Sequence[Need], ranges: Sequence[tuple[int, int]], aside: Aside, turns: Sequence[Turn]
+) -> tuple[dict[int, _Area], int]:
+    """[Note: side areas] An area is used again only from a window on that waits for the last window of its last use.
+
+    That window's copies in wait, through its own slots, for the copies out of `after`, and so for all before those.
     """
     window_of = {piece: index for index, (first, last) in enumerate(ranges) for piece in range(first, last)}
-    packed = []
-    for parameter, first, last in _extents(needs):
-        aside = [part.tensor for part in needs[first].parts if part.whole or part.total <= small]
-        if parameter in spanning and aside:
-            packed.append((parameter, first, last, aside, *_pack(aside)))
+    packed = [(*extent, *_pack(aside[extent[0]])) for extent in _extents(needs) if extent[0] in aside]
     size = aligned(max((used for *_, used in packed), default=0))
     busy_until: list[int] = []  # for each area, the last window that uses it
     areas: dict[int, _Area] = {}
-    for parameter, first, last, aside, runs, _ in packed:
+    for parameter, first, last, runs, _ in packed:
         start, end = window_of[first], window_of[last]
-        free = next((i for i, until in enumerate(busy_until) if until + SIDE_FREE_AFTER <= start), len(busy_until))
+        free = next((i for i, until in enumerate(busy_until) if until <= turns[start].after), len(busy_until))
         busy_until[free : free + 1] = [end]
         here = [replace(run, staged=free * size + run.staged, side=True) for run in runs]
-        areas[parameter] = _Area({part.name: _spot(part, here).offset for part in aside}, tuple(here), first, last)
+        base = {part.name: _spot(part, here).offset for part in aside[parameter]}
+        areas[parameter] = _Area(base, tuple(here), first, last)
     return areas, size * len(busy_until)
 
 
@@ -296,29 +316,24 @@ def _extents(needs: Sequence[Need]) -> Iterator[tuple[int, int, int]]:
 # --- the copies of one window ---------------------------------------------------------------------------------------
 
 
-def _window(needs: Sequence[Need], first: int, last: int, areas: dict[int, _Area]) -> tuple[Window, int]:
-    """The window of pieces [first, last), and the slot bytes that it uses."""
-    in_slot: list[Part] = []
-    inward: list[Run] = []
-    outward: list[Run] = []
-    aside: dict[tuple[int, str], Spot] = {}
+def _window(
+    needs: Sequence[Need], first: int, last: int, turn: Turn, runs: Sequence[Run], areas: dict[int, _Area]
+) -> Window:
+    """The window of pieces [first, last), whose slots are filled by `runs`."""
+    inward, outward, spots = list(runs), list(runs), []
     for index in range(first, last):
         area = areas.get(needs[index].parameter)
-        for part in needs[index].parts:
-            spot = None if area is None else area.spot(part)
-            if spot is None:
-                in_slot.append(part)
-            else:
-                aside[index, part.name] = spot
+        base = {} if area is None else area.base
         if area is not None:
             inward += area.runs if index == area.first else ()
             outward += area.runs if index == area.last else ()
-    runs, used = _pack(in_slot)
-    spots = tuple(
-        {part.name: aside.get((index, part.name)) or _spot(part, runs) for part in needs[index].parts}
-        for index in range(first, last)
-    )
-    return Window(first, last, spots, (*runs, *inward), (*runs, *outward)), used
+        spots.append(
+            {
+                part.name: area.spot(part) if area is not None and part.name in base else _spot(part, runs)
+                for part in needs[index].parts
+            }
+        )
+    return Window(first, last, turn, tuple(spots), tuple(inward), tuple(outward))
 
 
 def _pack(parts: Sequence[Part]) -> tuple[list[Run], int]:

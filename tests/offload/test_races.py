@@ -54,7 +54,7 @@ def test_a_missing_wait_is_seen(resident, waiting, recording):
 
 def test_a_slot_reused_too_early_is_seen(resident, monkeypatch):
     """Two slots' memory under three slots' events reads as 0xFF."""
-    monkeypatch.setattr(binding, "slot_of", lambda index: index % 2)
+    monkeypatch.setattr(binding, "start_of", lambda turn, slot_bytes: turn.slots[0] % 2 * slot_bytes)
     assert not identical(resident, offloaded())
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gefen_offload import Gefen, OffloadPolicy
-from gefen_offload.offload.windows import SLOTS
+from gefen_offload.offload.turns import SLOTS
 from gefen_offload.optim.work import Piece, cut
 from gefen_offload.ranks import identical
 from support.simulated import SimulatedAccelerator, simulated
@@ -152,7 +152,27 @@ def test_staging_that_grew_is_given_back(accelerator):
         for parameter in graded:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-    assert accelerator.held[0] == optimizer.state_offload_report().staging_bytes > 3 * 4096
+    assert accelerator.held[0] == optimizer.state_offload_report().staging_bytes > 4096
+
+
+def test_a_block_larger_than_a_slot_shares_slots(accelerator):
+    """Device memory does not grow with a block that the three slots together can hold, and the bits do not change."""
+    ended = []
+    for offload in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        named = [(f"p{i}", nn.Parameter(torch.randn(rows, 2048, generator=generator))) for i, rows in enumerate((3, 1))]
+        optimizer = SmallPieces([*named, ("small", nn.Parameter(torch.ones(64)))], factored_v_2d=False)
+        if offload:
+            optimizer.offload_state_(policy=OffloadPolicy(staging_bytes=1024))
+        for _ in range(3):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        ended.append([named, optimizer.state_dict()])
+    assert max(state["automatic_period"] for state in optimizer.state.values()) >= 2048
+    assert optimizer.state_offload_report().staging_bytes <= SLOTS * 1024 + 64
+    identical(*ended).check()
 
 
 def test_a_small_state_takes_small_slots(accelerator):

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gefen_offload.offload.slab import ALIGNMENT, aligned
-from gefen_offload.offload.windows import SLOTS, Demand, Need, Part, cut_to_fit, plan, room_of
+from gefen_offload.offload.turns import SLOTS, slot_bytes_for, take_turns
+from gefen_offload.offload.windows import Demand, Need, Part, cut_to_fit, plan, room_of
 
 
 @st.composite
@@ -80,7 +81,7 @@ def test_pieces_find_their_bytes_where_they_were_copied(layout, capacity):
                 assert run.host % ALIGNMENT == run.staged % ALIGNMENT
                 taken.update(range(run.staged, run.staged + run.nbytes))
         assert max(taken.values(), default=1) == 1
-        assert max(taken, default=0) < planned.slot_bytes or not taken
+        assert max(taken, default=0) < len(window.turn.slots) * planned.slot_bytes or not taken
         for need, spots in zip(needs[window.first : window.last], window.spots, strict=True):
             for part in need.parts:
                 spot = spots[part.name]
@@ -108,18 +109,47 @@ def test_windows_keep_order_and_size(layout, capacity):
 @settings(max_examples=150, deadline=None)
 @given(layouts(), st.integers(1, 2000))
 def test_a_side_area_is_free_before_it_is_used_again(layout, capacity):
-    """From the last use of a side area to the next copy into it, windows pass whose copies out are waited for."""
+    """Who uses a side area anew has waited for the copies out of the last window that used it."""
     needs, _ = layout
     last_use = {}
     for index, window in enumerate(plan(needs, capacity).windows):
         for run in window.inward:
             if run.side:
                 for byte in range(run.staged, run.staged + run.nbytes):
-                    assert last_use.get(byte, -SLOTS) + SLOTS <= index
+                    assert last_use.get(byte, -1) <= window.turn.after
         for spots in window.spots:
             for spot in spots.values():
                 if spot.side:
                     last_use.update(dict.fromkeys(range(spot.offset, spot.offset + spot.nbytes), index))
+
+
+@given(st.lists(st.integers(0, 400), max_size=30), st.integers(1, 200))
+def test_windows_take_turns(sizes, capacity):
+    """Each window has room in its slots, which are side by side, and knows the last one before it in any of them."""
+    slot_bytes = slot_bytes_for(sizes, capacity)
+    last_in = {}
+    for index, (size, turn) in enumerate(zip(sizes, take_turns(sizes, slot_bytes), strict=True)):
+        assert turn.slots == tuple(range(turn.slots[0], turn.slots[-1] + 1))
+        assert turn.slots[-1] < SLOTS
+        assert size <= len(turn.slots) * slot_bytes
+        assert turn.after == max(last_in.get(slot, -1) for slot in turn.slots)
+        last_in.update(dict.fromkeys(turn.slots, index))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slot_bytes", "slots"),
+    [
+        ([90, 96, 50, 96], 96, [(0,), (1,), (2,), (0,)]),
+        ([10, 150, 10, 10], 96, [(0,), (1, 2), (0,), (1,)]),
+        ([10, 10, 150, 250, 10], 96, [(0,), (1,), (0, 1), (0, 1, 2), (0,)]),
+        ([10, 300, 10], 112, [(0,), (0, 1, 2), (0,)]),
+    ],
+    ids=["in-turn", "side-by-side", "from-the-first", "larger-than-all"],
+)
+def test_a_large_window_takes_several_slots(sizes, slot_bytes, slots):
+    """Only a window larger than the three slots together makes them larger."""
+    assert slot_bytes_for(sizes, 96) == slot_bytes
+    assert [turn.slots for turn in take_turns(sizes, slot_bytes)] == slots
 
 
 def test_small_parameters_share_one_copy():

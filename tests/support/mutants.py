@@ -58,8 +58,20 @@ MUTANTS = [
         ("copy out waits for its update", "self._outward.wait_event(slot.updated)", "pass", f"{RACES}[late]"),
         (
             "copy in waits for the slot's last copy out",
-            "        self._inward.wait_event(slot.left)\n        self.accelerator.copy(window.inward",
-            "        self.accelerator.copy(window.inward",
+            "            self._inward.wait_event(slot.left)\n        self.accelerator.copy(window.inward",
+            "            pass\n        self.accelerator.copy(window.inward",
+            f"{RACES}[late]",
+        ),
+        (
+            "a copy in waits for each of its slots",
+            "for slot in slots:",
+            "for slot in slots[:1]:",
+            f"{RACES}[late]",
+        ),
+        (
+            "a copy in comes after the copies out before it",
+            "waiting[0].turn.after <= index:",
+            "waiting[0].turn.after <= index + 1:",
             f"{RACES}[late]",
         ),
         (

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", default=",".join(SIZES), help="sizes to scale over, comma separated (default: %(default)s)"
     )
-    parser.add_argument("--staging", type=int, default=24, metavar="MIB", help="staging slot (default: %(default)s)")
+    parser.add_argument(
+        "--staging", type=int, default=24, metavar="MIB", help="size of a window (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=10, help="steps timed (default: %(default)s)")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="only optimizers whose name has this"

@@ -74,7 +74,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 _PLOTS = (
     ("parameters", "parameters", "elements"),
     ("tensors", "tensors of 134 M parameters in all", "tensors"),
-    ("staging", "bytes of a staging slot", "staging"),
+    ("staging", "bytes of a window", "staging"),
 )
 
 

@@ -14,21 +14,21 @@ from gefen_offload.offload.errors import OffloadReason, OffloadUnsupportedError
 from gefen_offload.offload.pieces import Piece
 from gefen_offload.offload.schema import Cut, StateSchema
 from gefen_offload.offload.slab import HostStore, Place, Slab
-from gefen_offload.offload.turns import SLOTS, Turn
+from gefen_offload.offload.turns import ABREAST, Turn
 from gefen_offload.offload.windows import CutPiece, Demand, Need, Part, Plan, Run, Spot, Window
 
 
 @dataclass(frozen=True)
 class Staging:
-    """Device memory for windows, uint8: the slots, one after another, and the side area."""
+    """Device memory for windows, uint8: the ring and the side area."""
 
-    slots: Tensor | None = None
+    ring: Tensor | None = None
     side: Tensor | None = None
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot."""
-        return 0 if self.slots is None else self.slots.numel() // SLOTS
+    def ring_bytes(self) -> int:
+        """Bytes of the ring."""
+        return 0 if self.ring is None else self.ring.numel()
 
     @property
     def side_bytes(self) -> int:
@@ -38,11 +38,11 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return SLOTS * self.slot_bytes + self.side_bytes
+        return self.ring_bytes + self.side_bytes
 
     def bytes(self, at: Run | Spot, start: int) -> Tensor:
-        """The bytes of a copy or a part of the window whose slots begin at `start`."""
-        memory, first = (self.side, 0) if at.side else (self.slots, start)
+        """The bytes of a copy or a part of the window that begins at `start`."""
+        memory, first = (self.side, 0) if at.side else (self.ring, start)
         if memory is None:
             raise RuntimeError("the staging memory has not been reserved")
         first += at.staged if isinstance(at, Run) else at.offset
@@ -80,7 +80,7 @@ class BoundPlan:
     @cached_property
     def last_names(self) -> str:
         """The parameters near the end of the step, for a message."""
-        return names_of(window.states[0] for window in self.windows[-SLOTS:])
+        return names_of(window.states[0] for window in self.windows[-ABREAST:])
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Survey:
         return BoundPlan(parameters, windows, cuts, plan.bytes_in, plan.bytes_out)
 
     def _bind_window(self, window: Window, pieces: Sequence[Piece], staging: Staging) -> BoundWindow:
-        start = start_of(window.turn, staging.slot_bytes)
+        start = window.turn.start
         tensors = tuple(
             {
                 entry.name: self._view(entry, staging.bytes(spots[entry.name], start))
@@ -169,11 +169,6 @@ class Survey:
 
     def _host(self, run: Run) -> Tensor:
         return self._slabs[run.memory].bytes(run.host, run.host + run.nbytes)
-
-
-def start_of(turn: Turn, slot_bytes: int) -> int:
-    """Where a window's slots begin."""
-    return turn.slots[0] * slot_bytes
 
 
 def recut(pieces: Sequence[Any], cuts: Sequence[CutPiece] | None) -> Sequence[Any]:

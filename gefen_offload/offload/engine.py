@@ -1,19 +1,20 @@
-"""The streamed step: copy in, update, copy out, over three slots.
+"""The streamed step: copy in, update, copy out, over a ring of staging memory.
 
 [Note: stream order] Three queues take part: `inward` and `outward`, made for copies, and the caller's current stream,
-on which the update runs. For window w in slot s, or from slot s on:
+on which the update runs. For window w, and `after`, the last window before it in any of its bytes of the ring:
 
-    inward:   waits for left of each of its slots   copies w in    records arrived[s]
-    current:  waits for arrived[s]                  updates w      records updated[s]
-    outward:  waits for updated[s]                  copies w out   records left of each of its slots
+    inward:   waits for left[after]   copies w in    records arrived[w]
+    current:  waits for arrived[w]    updates w      records updated[w]
+    outward:  waits for updated[w]    copies w out   records left[w]
 
-A window is copied in once the copies out of `after`, the last window before it in its slots, have been queued.
+A window is copied in once the copies out of `after` have been queued. Windows take turns with a few sets of events: who
+waits for an event that a later window has recorded again waits for more of the same queue, never for less.
 
 The first windows are copied in before the optimizer has looked at its gradients, where the last plan is sure to be the
 next one; what was copied in for a step that does something else is never written back.
 
-Nothing else orders them. Each `left` of a step is waited for by the host before anyone reads the state: when the step
-returns, or with deferred write-back when somebody asks.
+Nothing else orders them. The last copy out of a step, `complete`, is waited for by the host before anyone reads the
+state: when the step returns, or with deferred write-back when somebody asks, the next step among them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,11 +32,11 @@ from gefen_offload.offload.accelerator import Accelerator, Event, Stream
 from gefen_offload.offload.binding import BoundPlan, BoundWindow, Staging, Survey, names_of, recut
 from gefen_offload.offload.pieces import Launch, Piece, Prepare, Staged
 from gefen_offload.offload.schema import StateSchema
-from gefen_offload.offload.slab import HostStore, aligned
-from gefen_offload.offload.turns import SLOTS
+from gefen_offload.offload.slab import HostStore
 from gefen_offload.offload.windows import cut_to_fit, plan
 
 Key = tuple[bool, tuple[tuple[int, int, int], ...]]
+MARKS = 8  # more than the windows that usually are in the ring at once
 PLANS_KEPT = 4  # steps alternate between few sets of parameters with gradients
 
 
@@ -50,8 +50,8 @@ class StepError(Exception):
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One staging slot and its events."""
+class Marks:
+    """The events of one window."""
 
     arrived: Event
     updated: Event
@@ -95,8 +95,8 @@ class Engine:
             make = self.accelerator.new_event
             self._inward: Stream = self.accelerator.new_stream()
             self._outward: Stream = self.accelerator.new_stream()
-            self._slots = tuple(Slot(make(), make(), make()) for _ in range(SLOTS))
-            self._begun = make()
+            self._marks = tuple(Marks(make(), make(), make()) for _ in range(MARKS))
+            self._begun, self._complete = make(), make()
             timed = [make(timing=True) for _ in range(4)]
             self._clock = _Clock((timed[0], timed[1]), (timed[2], timed[3]))
         self._plans: list[tuple[Key, BoundPlan]] = []
@@ -104,22 +104,22 @@ class Engine:
         self._pending: str | None = None  # the names in the windows that are still being written back
         weakref.finalize(self, _drain, self._inward, self._outward)
 
-    def reserve(self, slot_bytes: int, side_bytes: int = 0) -> None:
-        """Make the slots and the side area at least this large, once nothing uses them. Raises without effect."""
-        slots, side = self.staging.slots, self.staging.side
-        grow_slots, grow_side = slot_bytes > self.staging.slot_bytes, side_bytes > self.staging.side_bytes
-        if not (grow_slots or grow_side):
+    def reserve(self, ring_bytes: int, side_bytes: int = 0) -> None:
+        """Make the ring and the side area at least this large, once nothing uses them. Raises without effect."""
+        ring, side = self.staging.ring, self.staging.side
+        grow_ring, grow_side = ring_bytes > self.staging.ring_bytes, side_bytes > self.staging.side_bytes
+        if not (grow_ring or grow_side):
             return
         self.settle()
         self.cancel_prefetch()
         with self.accelerator.scope():
             empty = self.accelerator.empty
-            if grow_slots:
-                slots = empty((SLOTS * aligned(slot_bytes),), torch.uint8)
+            if grow_ring:
+                ring = empty((ring_bytes,), torch.uint8)
             if grow_side:
                 side = empty((side_bytes,), torch.uint8)
             self._after_current()
-        self.staging = Staging(slots, side)
+        self.staging = Staging(ring, side)
         self._plans.clear()
 
     # --- one step ---
@@ -145,16 +145,17 @@ class Engine:
             self._first_in_line(bound)
             with self.accelerator.scope():
                 current = self.accelerator.current_stream()
-                waiting = deque(bound.windows[self._copy_first_in(bound) :])
-                for index, window in enumerate(bound.windows):
-                    slot = self._slots[window.turn.slots[0]]
-                    current.wait_event(slot.arrived)
+                windows, coming = bound.windows, self._copy_first_in(bound)
+                for index, window in enumerate(windows):
+                    marks = self._marks[index % MARKS]
+                    current.wait_event(marks.arrived)
                     mutated = True
                     launch(index)
-                    current.record_event(slot.updated)
-                    self._copy_out(slot, window)
-                    while waiting and waiting[0].turn.after <= index:
-                        self._copy_in(waiting.popleft())
+                    current.record_event(marks.updated)
+                    self._copy_out(marks, window)
+                    while coming < len(windows) and windows[coming].turn.after <= index:
+                        self._copy_in(coming, windows[coming])
+                        coming += 1
                 self._finish(bound)
             if wait:
                 self.settle()
@@ -199,40 +200,37 @@ class Engine:
         if self._prefetched is not bound:
             self.cancel_prefetch()
             self._start()
-            for window in bound.windows[: bound.first_in]:
-                self._copy_in(window)
+            for index, window in enumerate(bound.windows[: bound.first_in]):
+                self._copy_in(index, window)
         self._prefetched = None
         return bound.first_in
 
     def _start(self) -> None:
-        """Copies come after the caller's work so far, and after every copy out of the step before."""
+        """Copies come after the caller's work so far. The step before is complete: whoever begins one settles first."""
         self._after_current()
-        for slot in self._slots:
-            self._inward.wait_event(slot.left)
         self._inward.record_event(self._clock.inward[0])
 
     def _after_current(self) -> None:
         begun = self.accelerator.current_stream().record_event(self._begun)
         self._inward.wait_event(begun)
 
-    def _copy_in(self, window: BoundWindow) -> None:
-        slots = [self._slots[slot] for slot in window.turn.slots]
-        for slot in slots:
-            self._inward.wait_event(slot.left)
+    def _copy_in(self, index: int, window: BoundWindow) -> None:
+        if window.turn.after >= 0:
+            self._inward.wait_event(self._marks[window.turn.after % MARKS].left)
         self.accelerator.copy(window.inward, self._inward)
-        self._inward.record_event(slots[0].arrived)
+        self._inward.record_event(self._marks[index % MARKS].arrived)
 
-    def _copy_out(self, slot: Slot, window: BoundWindow) -> None:
-        self._outward.wait_event(slot.updated)
+    def _copy_out(self, marks: Marks, window: BoundWindow) -> None:
+        self._outward.wait_event(marks.updated)
         if window.first == 0:
             self._outward.record_event(self._clock.outward[0])
         self.accelerator.copy(window.outward, self._outward)
-        for number in window.turn.slots:
-            self._outward.record_event(self._slots[number].left)
+        self._outward.record_event(marks.left)
 
     def _finish(self, bound: BoundPlan) -> None:
         self._inward.record_event(self._clock.inward[1])
         self._outward.record_event(self._clock.outward[1])
+        self._outward.record_event(self._complete)
         self._clock.running = True
         self._pending = bound.last_names
         self.traffic.bytes_in += bound.bytes_in
@@ -253,8 +251,7 @@ class Engine:
             return
         names, self._pending = self._pending, None
         try:
-            for slot in self._slots:
-                slot.left.synchronize()
+            self._complete.synchronize()
             self._read_clock()
         except BaseException as cause:
             try:
@@ -305,7 +302,7 @@ class Engine:
         survey = Survey(pieces, self.schema, self.store)
         cuts = cut_to_fit(survey.demands(), self.capacity) if divisible else None
         planned = plan(survey.needs(cuts), self.capacity)
-        self.reserve(planned.slot_bytes, planned.side_bytes)
+        self.reserve(planned.ring_bytes, planned.side_bytes)
         return survey.bind(planned, cuts, self.staging)
 
 

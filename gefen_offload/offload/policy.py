@@ -9,10 +9,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """`staging_bytes` is the size of one window; three of them live on the GPU for as long as offload is on.
+    """`staging_bytes` is the size of one window; room for three lives on the GPU for as long as offload is on.
 
-    A window holds at least one piece: a larger piece has several of the three slots, and only one larger than all of
-    them together makes them grow. `pinned` registers the host memory, which lets copies overlap with work; without it
+    A window holds at least one piece: a larger piece takes the room of several, and only one larger than all of it
+    makes it grow. `pinned` registers the host memory, which lets copies overlap with work; without it
     they are slower and one after another. With `deferred` `step()` returns while the last windows are still being
     written back; whoever reads the state waits first, and an error found then poisons. `verify_replicas` compares the
     parameters of the ranks of the default process group (or of `process_group=`) at activation, load and

@@ -13,7 +13,7 @@ from gefen_offload.offload.policy import MIB, OffloadPolicy
 from gefen_offload.offload.refusals import Subject
 from gefen_offload.offload.session import Poison, Session
 from gefen_offload.offload.staging import tensors_of
-from gefen_offload.offload.turns import SLOTS
+from gefen_offload.offload.turns import ABREAST
 
 PROBE_BYTES = 32 * MIB
 PROBE_ROUNDS = 4
@@ -98,7 +98,7 @@ class OffloadReport:
             f"offload is on: {self.steps} steps in {self.windows} windows, {self.steps_skipped} without a gradient",
             _line("to the GPU", _direction(self.to_device)),
             _line("back", _direction(self.to_host)),
-            _line("staging on the GPU", f"{_size(self.staging_bytes)} in {SLOTS} slots"),
+            _line("staging on the GPU", f"{_size(self.staging_bytes)}, for {ABREAST} windows"),
             _line("pinned on the host", f"{_size(self.pinned_reserved)} for {_size(self.pinned_asked)} of state"),
         ]
         if self.pageable:
@@ -115,7 +115,7 @@ def make_plan(subject: Subject, accelerator: Accelerator, policy: OffloadPolicy)
     """The plan for this optimizer on this device."""
     named = list(subject.named())
     state, estimated = _state_bytes(subject)
-    staging = SLOTS * min(policy.staging_bytes, state)
+    staging = min(ABREAST * policy.staging_bytes, state)
     link = measure_link(accelerator, pinned=policy.pinned)
     seconds = None
     if link.to_device and link.to_host:

@@ -18,8 +18,9 @@ from gefen_offload.offload.policy import OffloadPolicy
 from gefen_offload.offload.refusals import Subject
 from gefen_offload.offload.replicas import Ranks
 from gefen_offload.offload.session import Session
-from gefen_offload.offload.slab import HostStore
+from gefen_offload.offload.slab import HostStore, aligned
 from gefen_offload.offload.staging import replaced, stage_on_device, stage_on_host, tensors_of
+from gefen_offload.offload.turns import ABREAST
 
 WORST_BYTES = 9  # of state for one element, with a period of one
 
@@ -77,7 +78,7 @@ def stage_activation(optimizer: Optimizer, policy: OffloadPolicy, ranks: Ranks |
         raise TypeError(f"{type(optimizer).__name__} declares no STATE_SCHEMA")
     engine = Engine(accelerator, schema, store, policy.staging_bytes)
     live = [tensors_of(optimizer.state.get(parameter)) for parameter in parameters]
-    engine.reserve(min(policy.staging_bytes, _state_bound(parameters, live)))
+    engine.reserve(min(ABREAST * aligned(policy.staging_bytes), _state_bound(parameters, live)))
     copies = stage_on_host(live, accelerator, store)
     shared = _shared_beside(optimizer, accelerator, parameters[0])
     state = replaced(optimizer.state, dict(zip(parameters, copies, strict=True)))

@@ -1,7 +1,8 @@
-"""Which slots the windows of a step are staged in, and whom each has to wait for. Pure.
+"""Where the windows of a step are staged, and whom each has to wait for. Pure.
 
-Windows take the slots in turn. One that is larger than a slot, as a single block may be, takes several that lie side by
-side, so that the staging memory need not grow with it; only one larger than all slots together makes them larger.
+The staging memory is a ring. A window lies behind the one before it, or at the start again where the rest is too short
+for it, so one that is larger than the others, as a single block may be, takes the place of several; only one that is
+larger than the ring makes it larger.
 """
 
 from __future__ import annotations
@@ -11,35 +12,50 @@ from dataclasses import dataclass
 
 from gefen_offload.offload.slab import aligned
 
-SLOTS = 3
+ABREAST = 3
+"""Full windows that the ring holds: one on its way in, one that is updated, one on its way out."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A window's slots, side by side, and the last window before it in any of them: its copies out come first."""
+    """Where a window begins in the ring, and the last one before it in any of its bytes: its copies out come first."""
 
-    slots: tuple[int, ...]
+    start: int
     after: int = -1
     """The window's number; -1 for none."""
 
 
-def slot_bytes_for(sizes: Sequence[int], capacity: int) -> int:
-    """The bytes of a slot, for windows of these sizes, of which those above `capacity` may share slots."""
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of the ring that a window was the last to lie in."""
+
+    start: int
+    end: int
+    window: int
+
+
+def ring_bytes_for(sizes: Sequence[int], capacity: int) -> int:
+    """The bytes of a ring for windows of these sizes, those of a single large block above `capacity`."""
     largest = max(sizes, default=0)
-    return aligned(largest if largest <= capacity else max(capacity, -(-largest // SLOTS)))
+    return max(_room(largest), min(ABREAST * _room(min(largest, capacity)), sum(map(_room, sizes))))
 
 
-def take_turns(sizes: Sequence[int], slot_bytes: int) -> list[Turn]:
-    """The turn of each window, in order; none is larger than all slots together."""
-    last_in = [-1] * SLOTS
+def take_turns(sizes: Sequence[int], ring_bytes: int) -> list[Turn]:
+    """The turn of each window, in order; none is larger than the ring."""
+    held: list[_Held] = []
     turns: list[Turn] = []
-    begin = 0
+    end = 0
     for index, size in enumerate(sizes):
-        many = max(1, -(-size // max(1, slot_bytes)))
-        begin = begin if begin + many <= SLOTS else 0
-        slots = tuple(range(begin, begin + many))
-        turns.append(Turn(slots, max(last_in[slot] for slot in slots)))
-        for slot in slots:
-            last_in[slot] = index
-        begin = (begin + many) % SLOTS
+        start = end if end + _room(size) <= ring_bytes else 0
+        end = start + _room(size)
+        under = [old.window for old in held if old.start < end and start < old.end]
+        turns.append(Turn(start, max(under, default=-1)))
+        # the windows behind `start` are of this lap, so an older one can only stick out at the other end
+        held = [old if old.end <= start else _Held(max(old.start, end), old.end, old.window) for old in held]
+        held = [*(old for old in held if old.start < old.end), _Held(start, end, index)]
     return turns
+
+
+def _room(size: int) -> int:
+    """The bytes that a window takes up: something even if it has nothing of its own to stage."""
+    return aligned(max(1, size))

@@ -1,7 +1,7 @@
 """The plan of a step: which pieces share a window, and which bytes are copied where. Pure; nothing here allocates.
 
-A window's pieces are staged in a slot, or in several side by side. Small parameters are packed: bytes that are
-neighbours on the host stay neighbours in the slot, and move in one copy. A parameter that spans windows has its WHOLE
+A window's pieces are staged side by side in the ring. Small parameters are packed: bytes that are neighbours on the
+host stay neighbours there, and move in one copy. A parameter that spans windows has its WHOLE
 entries, and the small ones whatever their cut, in a side area, from the window of its first piece to that of its last.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from gefen_offload.offload.slab import ALIGNMENT, aligned
-from gefen_offload.offload.turns import Turn, slot_bytes_for, take_turns
+from gefen_offload.offload.turns import Turn, ring_bytes_for, take_turns
 
-RAMP = (8, 2)  # the first windows are this much smaller: the first copy out, which a slot waits for, starts early
+RAMP = (8, 2)  # the first windows are this much smaller: the first copy out, which a copy in waits for, starts early
 SMALL = 4  # a parameter of at most 1/SMALL of a window is not split
 LEAST = 16  # a piece is not cut to fill less than 1/LEAST of a window
 EVEN = 16
@@ -58,13 +58,13 @@ class Need:
     parts: tuple[Part, ...]
 
     def cost(self, *, whole: bool) -> int:
-        """An upper bound of the slot bytes that it takes, with or without the WHOLE entries."""
+        """An upper bound of the bytes that it takes in a window, with or without the WHOLE entries."""
         return sum(part.nbytes + 2 * ALIGNMENT for part in self.parts if whole or not part.whole)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One copy: `nbytes` at `host` of `memory`, and at `staged` of the slot, or of the side area if `side`."""
+    """One copy: `nbytes` at `host` of `memory`, and at `staged` of the window, or of the side area if `side`."""
 
     memory: int
     host: int
@@ -84,7 +84,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Window:
-    """Pieces [first, last) of the step, its slots, where each part is staged from the first of them on, the copies."""
+    """Pieces [first, last) of the step, its turn, where each part is staged from its start on, the copies."""
 
     first: int
     last: int
@@ -96,10 +96,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Plan:
-    """All windows of a step, and the bytes that one slot and the side area need."""
+    """All windows of a step, and the bytes that the ring and the side area need."""
 
     windows: tuple[Window, ...]
-    slot_bytes: int
+    ring_bytes: int
     side_bytes: int
 
     @property
@@ -117,16 +117,16 @@ def plan(needs: Sequence[Need], capacity: int) -> Plan:
     """Pack the pieces, in their order, into windows of at most `capacity` bytes, or of one piece."""
     ranges, spanning = _divide(needs, capacity)
     aside = _aside(needs, spanning, capacity // ASIDE)
-    packed = [_pack(_in_slot(needs[first:last], aside)) for first, last in ranges]
+    packed = [_pack(_in_ring(needs[first:last], aside)) for first, last in ranges]
     sizes = [used for _, used in packed]
-    slot_bytes = slot_bytes_for(sizes, capacity)
-    turns = take_turns(sizes, slot_bytes)
+    ring_bytes = ring_bytes_for(sizes, capacity)
+    turns = take_turns(sizes, ring_bytes)
     areas, side_bytes = _side_areas(needs, ranges, aside, turns)
     windows = [
         _window(needs, first, last, turn, runs, areas)
         for (first, last), turn, (runs, _) in zip(ranges, turns, packed, strict=True)
     ]
-    return Plan(tuple(windows), slot_bytes, side_bytes)
+    return Plan(tuple(windows), ring_bytes, side_bytes)
 
 
 # --- pieces cut to fit ----------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Demand:
         return 2 * ALIGNMENT * self.tensors
 
     def cost(self) -> int:
-        """An upper bound of the slot bytes that the piece takes uncut."""
+        """An upper bound of the bytes that the piece takes uncut in a window."""
         return (self.last - self.first) * self.row + self.overhead + self.whole + 4 * ALIGNMENT
 
 
@@ -275,8 +275,8 @@ def _aside(needs: Sequence[Need], spanning: set[int], small: int) -> Aside:
     return {parameter: parts for parameter, parts in aside.items() if parts}
 
 
-def _in_slot(needs: Sequence[Need], aside: Aside) -> list[Part]:
-    """The parts of a window that are staged in its slots."""
+def _in_ring(needs: Sequence[Need], aside: Aside) -> list[Part]:
+    """The parts of a window that are staged in the ring."""
     return [part for need in needs for part in need.parts if not _is_aside(need, part, aside)]
 
 
@@ -289,7 +289,7 @@ def _side_areas(
 ) -> tuple[dict[int, _Area], int]:
     """[Note: side areas] An area is used again only from a window on that waits for the last window of its last use.
 
-    That window's copies in wait, through its own slots, for the copies out of `after`, and so for all before those.
+    That window's copies in wait for the copies out of `after`, and so for all before those.
     """
     window_of = {piece: index for index, (first, last) in enumerate(ranges) for piece in range(first, last)}
     packed = [(*extent, *_pack(aside[extent[0]])) for extent in _extents(needs) if extent[0] in aside]
@@ -319,7 +319,7 @@ def _extents(needs: Sequence[Need]) -> Iterator[tuple[int, int, int]]:
 def _window(
     needs: Sequence[Need], first: int, last: int, turn: Turn, runs: Sequence[Run], areas: dict[int, _Area]
 ) -> Window:
-    """The window of pieces [first, last), whose slots are filled by `runs`."""
+    """The window of pieces [first, last), whose place in the ring is filled by `runs`."""
     inward, outward, spots = list(runs), list(runs), []
     for index in range(first, last):
         area = areas.get(needs[index].parameter)
@@ -339,7 +339,7 @@ def _window(
 def _pack(parts: Sequence[Part]) -> tuple[list[Run], int]:
     """As few copies as neighbouring host bytes allow, laid out one after another.
 
-    A copy keeps its host offset's remainder by ALIGNMENT, so that what is aligned on the host is aligned in the slot.
+    A copy keeps its host offset's remainder by ALIGNMENT, so that what is aligned on the host is aligned in the ring.
     """
     runs: list[Run] = []
     before: Part | None = None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gefen_offload import OffloadPolicy
-from gefen_offload.offload import binding
+from gefen_offload.offload import windows
 from gefen_offload.offload.engine import Engine
+from gefen_offload.offload.turns import take_turns
 from gefen_offload.ranks import identical
 from support.simulated import COMPUTE, Sabotage, Schedule, SimulatedAccelerator, simulated
 from support.streamed import Row, run
@@ -52,9 +55,10 @@ def test_a_missing_wait_is_seen(resident, waiting, recording):
     assert not identical(resident, offloaded(Sabotage(lost_waits={(waiting, recording)})))
 
 
-def test_a_slot_reused_too_early_is_seen(resident, monkeypatch):
-    """Two slots' memory under three slots' events reads as 0xFF."""
-    monkeypatch.setattr(binding, "start_of", lambda turn, slot_bytes: turn.slots[0] % 2 * slot_bytes)
+def test_memory_reused_too_early_is_seen(resident, monkeypatch):
+    """A window that waits for the one before the last in its bytes overwrites what is still in use: 0xFF is read."""
+    early = lambda turns: [replace(turn, after=max(-1, turn.after - 1)) for turn in turns]  # noqa: E731
+    monkeypatch.setattr(windows, "take_turns", lambda *arguments: early(take_turns(*arguments)))
     assert not identical(resident, offloaded())
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gefen_offload import Gefen, OffloadPolicy
-from gefen_offload.offload.turns import SLOTS
+from gefen_offload.offload.turns import ABREAST
 from gefen_offload.optim.work import Piece, cut
 from gefen_offload.ranks import identical
 from support.simulated import SimulatedAccelerator, simulated
@@ -128,7 +128,7 @@ def test_small_parameters_move_together(accelerator):
 
 
 def test_staging_is_three_windows(accelerator):
-    """Device memory is three slots and a small side area, however large the state."""
+    """Device memory is room for three windows and a small side area, however large the state."""
     named = [(f"p{i}", nn.Parameter(torch.randn(64, 32))) for i in range(20)]
     optimizer = SmallPieces(named, period_one_substrings=("p",))
     optimizer.offload_state_(policy=OffloadPolicy(staging_bytes=1024))
@@ -136,12 +136,12 @@ def test_staging_is_three_windows(accelerator):
         parameter.grad = torch.randn(64, 32)
     optimizer.step()
     side = 5 * (64 + 32) * 4
-    assert SLOTS * 1024 <= optimizer.state_offload_report().staging_bytes <= SLOTS * 1024 + side
+    assert ABREAST * 1024 <= optimizer.state_offload_report().staging_bytes <= ABREAST * 1024 + side
     assert accelerator.held[0] == optimizer.state_offload_report().staging_bytes
 
 
 def test_staging_that_grew_is_given_back(accelerator):
-    """Where another set of parameters needs larger slots, the smaller ones are gone, with the plans made on them."""
+    """Where another set of parameters needs a larger ring, the smaller one is gone, with the plans made on it."""
     small, large = nn.Parameter(torch.randn(40)), nn.Parameter(torch.randn(4096))
     optimizer = Gefen([("small", small), ("large", large)])
     small.grad, large.grad = torch.randn(40), torch.randn(4096)
@@ -155,8 +155,8 @@ def test_staging_that_grew_is_given_back(accelerator):
     assert accelerator.held[0] == optimizer.state_offload_report().staging_bytes > 4096
 
 
-def test_a_block_larger_than_a_slot_shares_slots(accelerator):
-    """Device memory does not grow with a block that the three slots together can hold, and the bits do not change."""
+def test_a_block_larger_than_a_window_takes_the_room_of_several(accelerator):
+    """Device memory does not grow with a block that the ring can hold, and the bits do not change."""
     ended = []
     for offload in (False, True):
         generator = torch.Generator().manual_seed(0)
@@ -171,12 +171,12 @@ def test_a_block_larger_than_a_slot_shares_slots(accelerator):
             optimizer.step()
         ended.append([named, optimizer.state_dict()])
     assert max(state["automatic_period"] for state in optimizer.state.values()) >= 2048
-    assert optimizer.state_offload_report().staging_bytes <= SLOTS * 1024 + 64
+    assert optimizer.state_offload_report().staging_bytes <= ABREAST * 1024 + 64
     identical(*ended).check()
 
 
-def test_a_small_state_takes_small_slots(accelerator):
-    """Where all of the state fits a fraction of a window, the slots are no larger than it."""
+def test_a_small_state_takes_a_small_ring(accelerator):
+    """Where all of the state fits a fraction of a window, the ring is no larger than it."""
     optimizer = Gefen([("weight", nn.Parameter(torch.randn(8, 8)))])
     optimizer.offload_state_()
     assert optimizer.state_offload_report().staging_bytes < 8192

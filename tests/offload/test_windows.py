@@ -1,4 +1,4 @@
-"""A plan covers every byte once, within its slots, and copies nothing that another window owns."""
+"""A plan covers every byte once, within the ring, and copies nothing that another window owns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gefen_offload.offload.slab import ALIGNMENT, aligned
-from gefen_offload.offload.turns import SLOTS, slot_bytes_for, take_turns
+from gefen_offload.offload.turns import ABREAST, ring_bytes_for, take_turns
 from gefen_offload.offload.windows import Demand, Need, Part, cut_to_fit, plan, room_of
 
 
@@ -68,7 +68,7 @@ def test_every_byte_moves_once_each_way(layout, capacity):
 @settings(max_examples=150, deadline=None)
 @given(layouts(), st.integers(1, 2000))
 def test_pieces_find_their_bytes_where_they_were_copied(layout, capacity):
-    """A part's spot is inside the copy that brings it, aligned as on the host; copies in a slot do not overlap."""
+    """A part's spot is inside the copy that brings it, aligned as on the host; copies of a window do not overlap."""
     needs, _ = layout
     planned = plan(needs, capacity)
     sides = set()
@@ -81,7 +81,7 @@ def test_pieces_find_their_bytes_where_they_were_copied(layout, capacity):
                 assert run.host % ALIGNMENT == run.staged % ALIGNMENT
                 taken.update(range(run.staged, run.staged + run.nbytes))
         assert max(taken.values(), default=1) == 1
-        assert max(taken, default=0) < len(window.turn.slots) * planned.slot_bytes or not taken
+        assert not taken or window.turn.start + max(taken) < planned.ring_bytes
         for need, spots in zip(needs[window.first : window.last], window.spots, strict=True):
             for part in need.parts:
                 spot = spots[part.name]
@@ -125,31 +125,33 @@ def test_a_side_area_is_free_before_it_is_used_again(layout, capacity):
 
 @given(st.lists(st.integers(0, 400), max_size=30), st.integers(1, 200))
 def test_windows_take_turns(sizes, capacity):
-    """Each window has room in its slots, which are side by side, and knows the last one before it in any of them."""
-    slot_bytes = slot_bytes_for(sizes, capacity)
+    """Each window lies within the ring, and knows the last one before it in any of its bytes."""
+    ring_bytes = ring_bytes_for(sizes, capacity)
+    assert ring_bytes <= max(ABREAST * aligned(capacity), aligned(max(sizes, default=0)))
     last_in = {}
-    for index, (size, turn) in enumerate(zip(sizes, take_turns(sizes, slot_bytes), strict=True)):
-        assert turn.slots == tuple(range(turn.slots[0], turn.slots[-1] + 1))
-        assert turn.slots[-1] < SLOTS
-        assert size <= len(turn.slots) * slot_bytes
-        assert turn.after == max(last_in.get(slot, -1) for slot in turn.slots)
-        last_in.update(dict.fromkeys(turn.slots, index))
+    for index, (size, turn) in enumerate(zip(sizes, take_turns(sizes, ring_bytes), strict=True)):
+        lies_in = range(turn.start, turn.start + max(1, size))
+        assert turn.start == aligned(turn.start)
+        assert lies_in.stop <= ring_bytes
+        assert turn.after == max(last_in.get(byte, -1) for byte in lies_in)
+        last_in.update(dict.fromkeys(lies_in, index))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "slot_bytes", "slots"),
+    ("sizes", "ring_bytes", "turns"),
     [
-        ([90, 96, 50, 96], 96, [(0,), (1,), (2,), (0,)]),
-        ([10, 150, 10, 10], 96, [(0,), (1, 2), (0,), (1,)]),
-        ([10, 10, 150, 250, 10], 96, [(0,), (1,), (0, 1), (0, 1, 2), (0,)]),
-        ([10, 300, 10], 112, [(0,), (0, 1, 2), (0,)]),
+        ([96, 96, 96, 96, 96], 288, [(0, -1), (96, -1), (192, -1), (0, 0), (96, 1)]),
+        ([96, 144, 144, 144], 288, [(0, -1), (96, -1), (0, 1), (144, 1)]),
+        ([16, 240, 96, 16], 288, [(0, -1), (16, -1), (0, 1), (96, 1)]),
+        ([16, 304, 16], 304, [(0, -1), (0, 0), (0, 1)]),
+        ([16, 32], 48, [(0, -1), (16, -1)]),
     ],
-    ids=["in-turn", "side-by-side", "from-the-first", "larger-than-all"],
+    ids=["in-turn", "two-abreast", "large-and-small", "larger-than-all", "all-of-a-small-state"],
 )
-def test_a_large_window_takes_several_slots(sizes, slot_bytes, slots):
-    """Only a window larger than the three slots together makes them larger."""
-    assert slot_bytes_for(sizes, 96) == slot_bytes
-    assert [turn.slots for turn in take_turns(sizes, slot_bytes)] == slots
+def test_a_large_window_takes_the_room_of_several(sizes, ring_bytes, turns):
+    """Only a window larger than the room of three full ones makes the ring larger."""
+    assert ring_bytes_for(sizes, 96) == ring_bytes
+    assert [(turn.start, turn.after) for turn in take_turns(sizes, ring_bytes)] == turns
 
 
 def test_small_parameters_share_one_copy():

@@ -54,30 +54,24 @@ MUTANTS = [
     # stream order
     *_of(
         ENGINE,
-        ("update waits for its copy in", "current.wait_event(slot.arrived)", "pass", f"{RACES}[late]"),
-        ("copy out waits for its update", "self._outward.wait_event(slot.updated)", "pass", f"{RACES}[late]"),
+        ("update waits for its copy in", "current.wait_event(marks.arrived)", "pass", f"{RACES}[late]"),
+        ("copy out waits for its update", "self._outward.wait_event(marks.updated)", "pass", f"{RACES}[late]"),
         (
-            "copy in waits for the slot's last copy out",
-            "            self._inward.wait_event(slot.left)\n        self.accelerator.copy(window.inward",
-            "            pass\n        self.accelerator.copy(window.inward",
-            f"{RACES}[late]",
-        ),
-        (
-            "a copy in waits for each of its slots",
-            "for slot in slots:",
-            "for slot in slots[:1]:",
+            "copy in waits for the last copy out of its bytes",
+            "            self._inward.wait_event(self._marks[",
+            "            pass  # (self._marks[",
             f"{RACES}[late]",
         ),
         (
             "a copy in comes after the copies out before it",
-            "waiting[0].turn.after <= index:",
-            "waiting[0].turn.after <= index + 1:",
+            "windows[coming].turn.after <= index:",
+            "windows[coming].turn.after <= index + 1:",
             f"{RACES}[late]",
         ),
         (
             "the host waits for the last copies out",
-            "                slot.left.synchronize()\n            self._read_clock()",
-            "                pass",
+            "            self._complete.synchronize()\n            self._read_clock()",
+            "            pass",
             f"{RACES}[late]",
         ),
         (

@@ -8,6 +8,7 @@ reference step timed in the same process, interleaved A/B/B/A, and only a tripwi
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Measurement:
 
 def compare(measured: Measurement | None, baseline: Measurement | None) -> list[Finding]:
     """What keeps the measurement from being within its baseline."""
-    if measured is None:
+    if measured is None or not measured.counters or not measured.times:
         return [Finding(Reason.NOT_MEASURED, CHECK)]
     if baseline is None:
         made = f"gefen-offload gate baseline --update writes ci/baseline/{file_name(measured.identity.gpu)}"
@@ -67,8 +68,10 @@ def mismatch(measured: Identity, baseline: Identity) -> list[tuple[str, str]]:
 
 
 def unpaired(measured: Measurement, baseline: Measurement) -> list[str]:
-    """Names that only one of the two holds."""
-    return sorted({*measured.counters} ^ {*baseline.counters} | {*measured.times} ^ {*baseline.times})
+    """Names that only one of the two holds, and those under which one holds no number that can be compared."""
+    names = {*measured.counters} ^ {*baseline.counters} | {*measured.times} ^ {*baseline.times}
+    both = [*measured.counters.items(), *baseline.counters.items(), *measured.times.items(), *baseline.times.items()]
+    return sorted(names | {name for name, value in both if not value >= 0 or math.isinf(value)})
 
 
 def counters(measured: Measurement, baseline: Measurement) -> list[Finding]:
@@ -76,7 +79,7 @@ def counters(measured: Measurement, baseline: Measurement) -> list[Finding]:
     return [
         Finding(Reason.COUNTER_EXCEEDED, CHECK, name, f"{value} > {baseline.counters[name]}")
         for name, value in sorted(measured.counters.items())
-        if name in baseline.counters and value > baseline.counters[name]
+        if name in baseline.counters and not value <= baseline.counters[name]
     ]
 
 
@@ -86,11 +89,12 @@ def times(measured: Measurement, baseline: Measurement) -> list[Finding]:
     for name, value in sorted(measured.times.items()):
         if name not in baseline.times:
             continue
-        noise = max(measured.noise.get(name, 0.0), baseline.noise.get(name, 0.0))
+        noises = [measured.noise.get(name, math.nan), baseline.noise.get(name, math.nan)]
+        noise = math.nan if any(map(math.isnan, noises)) else max(noises)
         limit = baseline.times[name] * (1 + max(TRIPWIRE, 3 * noise))
-        if noise > NOISE_LIMIT:
+        if not noise <= NOISE_LIMIT:
             findings.append(Finding(Reason.TOO_NOISY, CHECK, name, f"noise {noise:.1%}"))
-        elif value > limit:
+        elif not value <= limit:
             detail = f"{value:.3f} of the reference, baseline {baseline.times[name]:.3f}, limit {limit:.3f}"
             findings.append(Finding(Reason.TIME_EXCEEDED, CHECK, name, detail))
     return findings
@@ -123,9 +127,15 @@ def file_name(gpu: str) -> str:
 def load(folder: Path, gpu: str) -> Measurement | None:
     """The baseline of a GPU model, if one was made."""
     path = folder / file_name(gpu)
-    return from_json(json.loads(path.read_text())) if path.is_file() else None
+    return from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def from_json(data: Mapping[str, Any]) -> Measurement:
-    """A measurement read back."""
-    return Measurement(Identity(**data["identity"]), data["counters"], data["times"], data["noise"])
+def from_json(data: Any) -> Measurement | None:
+    """A measurement read back; None for what is none."""
+    try:
+        numbers = [{**data[name]} for name in ("counters", "times", "noise")]
+        if all(type(value) in (int, float) for part in numbers for value in part.values()):
+            return Measurement(Identity(**data["identity"]), *numbers)
+    except (KeyError, TypeError):
+        pass
+    return None

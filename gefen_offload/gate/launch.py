@@ -1,17 +1,24 @@
-"""Starts the judged pytest session: ``python launch.py RECORD NONCE PACKAGE -- pytest arguments``.
+"""Starts the judged pytest session: ``python launch.py PIPE RECORD NONCE PACKAGE -- pytest arguments``.
 
 Run as a file, not as a module: nothing of the gate's package is imported, and this file's folder is taken off the path
 first, so the session sees only what its own environment gives it and never the checkout by accident.
+
+There are two processes. One runs pytest, as the leader of a session of its own. Its parent tells its id on the file
+descriptor PIPE, and in the end its exit code. Whatever loses its own parent below becomes a child of that parent, so
+nothing leaves by detaching itself; the parent ends when no child is left.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
 NAME = "_gefen_offload_gate_recorder"
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def recorder_module() -> ModuleType:
@@ -26,10 +33,8 @@ def recorder_module() -> ModuleType:
     return module
 
 
-def main() -> int:
+def judged(record: str, nonce: str, package: str, *arguments: str) -> int:
     """Run pytest with the recorder; SIGUSR1 prints every thread's stack to the session's log."""
-    del sys.path[0]
-    record, nonce, package, _, *arguments = sys.argv[1:]
     import pytest
 
     module = recorder_module()
@@ -37,6 +42,33 @@ def main() -> int:
     recorder = module.Recorder(Path(record), nonce, package or None)
     # -p is for the workers of pytest-xdist, which get these arguments too: here the module does nothing.
     return int(pytest.main(["-p", NAME, *arguments], plugins=[recorder]))
+
+
+def adopt() -> None:
+    """Become the parent of every process below that loses its own."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER): what a session leaves could not be found")
+
+
+def main() -> int:
+    """Run the session, and wait for all that is below."""
+    del sys.path[0]
+    told, record, nonce, package, _, *arguments = sys.argv[1:]
+    pipe = int(told)
+    adopt()
+    child = os.fork()
+    if child == 0:
+        os.close(pipe)
+        os.setsid()
+        return judged(record, nonce, package, *arguments)
+    os.write(pipe, f"{child}\n".encode())
+    while True:
+        try:
+            ended, status = os.wait()
+        except ChildProcessError:
+            return 0
+        if ended == child:
+            os.write(pipe, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
 if __name__ == "__main__":

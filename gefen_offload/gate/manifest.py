@@ -48,6 +48,8 @@ class Manifest:
     """Whether uncommitted changes are judged anyway, the result then not being releasable."""
     performance: bool = True
     """Whether the measurements are judged, on a machine with a GPU."""
+    selftest: bool = True
+    """Whether the gate told each fault from its clean twin before this run."""
 
 
 def within(id: str, part: Sequence[str]) -> bool:

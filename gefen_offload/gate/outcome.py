@@ -21,6 +21,7 @@ BAD = {
     "subtest": Reason.SUBTEST_FAILED,
     "cut": Reason.INTERRUPTED,
     "bodiless": Reason.BODY_NOT_RUN,
+    "retried": Reason.FLAKY,
 }
 FAILURES = {"failed", "setup", "teardown", "subtest", "xpassed"}
 
@@ -45,13 +46,18 @@ def attempts(phases: Sequence[Phase]) -> list[list[Phase]]:
 
 def outcome(run: Sequence[Phase]) -> Outcome:
     """How one attempt ended: the first thing that kept it from passing, or ``passed``."""
+    tries = max((phase.tries for phase in run), default=1)
     for phase in run:
         word = phase_word(phase)
+        if word == PASSED and tries == 1:
+            word = raised_word(phase)
         if word != PASSED:
             return Outcome(word, phase.text)
     whens = Counter(phase.when for phase in run if not phase.subtest)
     if whens != {"setup": 1, "call": 1, "teardown": 1}:
         return Outcome("cut", f"phases on record: {', '.join(phase.when for phase in run)}")
+    if tries > 1:
+        return Outcome("retried", f"a hook ran it {tries} times and told of the last alone")
     if not all(phase.body for phase in run if phase.when == "call" and not phase.subtest):
         return Outcome("bodiless")
     return Outcome(PASSED)
@@ -65,6 +71,13 @@ def phase_word(phase: Phase) -> str:
         return "xpassed" if phase.outcome == PASSED else "xfailed"
     if phase.outcome in (PASSED, "skipped"):
         return phase.outcome
+    return "failed" if phase.when == "call" else phase.when
+
+
+def raised_word(phase: Phase) -> str:
+    """A phase by the exception that was seen in it, although it was reported as passed."""
+    if phase.raised in ("", "skipped", "xfailed"):
+        return phase.raised or PASSED
     return "failed" if phase.when == "call" else phase.when
 
 

@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 EVERY = 30.0
 Watch = Callable[[Sequence[Path]], None]
@@ -68,9 +68,10 @@ def watcher(show: Show, every: float) -> Watch:
         for record in records:
             events, offsets[record] = new_events(record, offsets.get(record, 0))
             for event in events:
-                done += event["kind"] == "phase" and event["when"] == "teardown"
-                bad += event["kind"] == "phase" and event["outcome"] == "failed"
-                last = event["id"] if event["kind"] == "start" else last
+                kind = event.get("kind")
+                done += kind == "phase" and event.get("when") == "teardown"
+                bad += kind == "phase" and event.get("outcome") == "failed"
+                last = str(event.get("id")) if kind == "start" else last
         show(done, bad, now - began, last)
 
     return watch
@@ -117,7 +118,7 @@ class Bars:
                 self._shown.stop()
 
 
-def new_events(record: Path, offset: int) -> tuple[list[dict[str, str]], int]:
+def new_events(record: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """The whole events after ``offset``, and the offset after them."""
     try:
         with record.open("rb") as file:
@@ -126,10 +127,8 @@ def new_events(record: Path, offset: int) -> tuple[list[dict[str, str]], int]:
     except OSError:
         return [], offset
     whole = text[: text.rfind(b"\n") + 1]
-    events: list[dict[str, str]] = []
+    events: list[dict[str, Any]] = []
     for written in whole.splitlines():
-        try:
-            events.append(json.loads(json.loads(written)["body"]))
-        except (ValueError, KeyError, TypeError):
-            continue  # damage is the verdict's to find
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # damage is the verdict's to find
+            events.append({**json.loads(json.loads(written)["body"])})
     return events, offset + len(whole)

@@ -29,7 +29,7 @@ class Reason(enum.Enum):
     TEARDOWN_ERROR = (Status.FAIL, "a mandatory test passed and then failed in teardown")
     XFAILED = (Status.FAIL, "a mandatory test is marked as expected to fail, and failed")
     XPASSED = (Status.FAIL, "a mandatory test is marked as expected to fail, and passed")
-    FLAKY = (Status.FAIL, "a mandatory test passed only after another outcome")
+    FLAKY = (Status.FAIL, "a mandatory test passed only after another outcome, or was run again until it passed")
     SUBTEST_FAILED = (Status.FAIL, "a part of a mandatory test did not pass")
     UNLISTED_FAILURE = (Status.FAIL, "a test outside the mandatory list failed")
     SKIPPED = (Status.INCOMPLETE, "a mandatory test was skipped")
@@ -58,7 +58,7 @@ class Reason(enum.Enum):
     NO_END = (Status.INCOMPLETE, "a session stopped without its end line")
     DEADLINE = (Status.FAIL, "a session was still running at its deadline and was killed")
     CRASHED = (Status.FAIL, "a session was ended by a signal")
-    WORKER_LOST = (Status.FAIL, "one of a session's parallel workers died before its end")
+    WORKER_LOST = (Status.FAIL, "one of a session's parallel workers died, or its process did not end as it should")
     INTERNAL_ERROR = (Status.INCOMPLETE, "pytest or a hook failed inside")
     EXIT_MISMATCH = (Status.INCOMPLETE, "a session's process ended with another code than its pytest reported")
     UNEXPLAINED_EXIT = (Status.INCOMPLETE, "a session reported an exit status that its tests do not explain")
@@ -72,12 +72,15 @@ class Reason(enum.Enum):
 
     # What was judged.
     DIRTY_TREE = (Status.UNFIT, "the checkout has uncommitted changes")
-    SOURCE_CHANGED = (Status.INCOMPLETE, "the checkout changed during the run")
+    SOURCE_CHANGED = (
+        Status.INCOMPLETE,
+        "the checkout, its commit or its changed files are not what they were before the run",
+    )
     NO_WHEEL = (Status.INCOMPLETE, "there is no wheel to judge")
     STALE_WHEEL = (Status.INCOMPLETE, "the wheel does not hold the checkout's files")
     WHEEL_CHANGED = (Status.INCOMPLETE, "the judged files changed during the run")
     IMPORT_SHADOWED = (Status.INCOMPLETE, "a session imported the package from elsewhere than what is judged")
-    IMPORT_UNPROVEN = (Status.INCOMPLETE, "a session never imported the judged package")
+    IMPORT_UNPROVEN = (Status.INCOMPLETE, "a session never imported the judged package, or none loaded torch")
 
     # What it ran on.
     NO_TORCH = (Status.UNFIT, "the interpreter cannot import torch")
@@ -87,7 +90,7 @@ class Reason(enum.Enum):
     GPU_MEMORY_KEPT = (Status.FAIL, "GPU memory was not given back")
     FOREIGN_PROCESS = (Status.UNFIT, "another process holds a GPU")
     SMOKE_FAILED = (Status.UNFIT, "two ranks could not agree on an all-reduce of a known value")
-    TIER_UNAVAILABLE = (Status.UNFIT, "a required tier needs more GPUs than there are")
+    TIER_UNAVAILABLE = (Status.UNFIT, "a tier that must run cannot run here, or is not among those of this run")
 
     # How fast and how large.
     NOT_MEASURED = (Status.INCOMPLETE, "there is a GPU and nothing was measured on it")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gefen_offload.gate.recorder import VERSION, link, worker_record
+from gefen_offload.gate.recorder import LONGEST_TEXT, VERSION, link, worker_record
 
 
 class Damage(enum.Enum):
@@ -38,6 +39,11 @@ class Phase:
     xfail: bool = False
     subtest: bool = False
     body: bool = True
+    """For a call: whether the test's own code ran to its end."""
+    tries: int = 1
+    """How often it had been set up or begun until this was reported."""
+    raised: str = ""
+    """What was seen to be raised in this phase, whatever its report says: skipped, xfailed, failed, or nothing."""
     seconds: float = 0.0
     text: str = ""
 
@@ -90,15 +96,83 @@ class Session:
 Event = dict[str, Any]
 
 
+def is_text(value: object) -> bool:
+    """A string."""
+    return isinstance(value, str)
+
+
+def is_number(value: object) -> bool:
+    """A number that is one: neither NaN nor infinite, and no truth value."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: object) -> bool:
+    """A whole number, or none."""
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def is_flag(value: object) -> bool:
+    """True or false."""
+    return isinstance(value, bool)
+
+
+def are_texts(value: object) -> bool:
+    """A list of strings."""
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+def are_pairs(value: object, second: Callable[[object], bool]) -> bool:
+    """A list of pairs: a string, and what ``second`` says."""
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    return pairs and all(is_text(first) and second(other) for first, other in value)  # type: ignore[attr-defined]
+
+
+SHAPES: Mapping[str, Mapping[str, Callable[[object], bool]]] = {
+    "header": {"nonce": is_text, "worker": is_text},
+    "worker": {"id": is_text},
+    "worker-down": {"id": is_text, "error": is_text},
+    "worker-exit": {"id": is_text, "code": is_whole},
+    "collected": {"ids": are_texts},
+    "deselected": {"ids": are_texts},
+    "selected": {"tests": lambda value: are_pairs(value, are_texts)},
+    "collect": {"id": is_text, "outcome": is_text, "text": is_text},
+    "start": {"id": is_text},
+    "phase": {
+        **dict.fromkeys(("id", "when", "outcome", "raised", "text"), is_text),
+        **dict.fromkeys(("xfail", "subtest", "body"), is_flag),
+        **dict.fromkeys(("tries", "seconds"), is_number),
+        "properties": lambda value: are_pairs(value, lambda _: True),
+    },
+    "internal": {"text": is_text},
+    "imports": {
+        "modules": lambda value: isinstance(value, dict) and all(map(is_text, value.values())),
+        "torch": lambda value: value is None or is_text(value),
+    },
+    "end": {"status": is_whole},
+}
+"""The events that a recorder writes, with what must stand in each."""
+
+
 def read(path: Path, tier: str, nonce: str, exit: Exit) -> Session:
     """Read a session's record and those of its workers; whatever is wrong with a file is in ``damage``."""
     main, damage = read_file(path, nonce, "")
+    if damage and damage[0][0] is Damage.MISSING:
+        damage = [(Damage.MISSING, f"{path.name}; {log_end(path.with_suffix('.log'))}")]
     processes = [main]
     for worker in [event["id"] for event in main if event["kind"] == "worker"]:
         events, wrong = read_file(worker_record(path, worker), nonce, worker)
         processes.append(events)
         damage += [(what, f"{worker}: {text}") for what, text in wrong]
     return assemble(tier, exit, nonce, processes, damage)
+
+
+def log_end(path: Path) -> str:
+    """What a session said last, where it cannot be asked otherwise."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="backslashreplace").strip()
+    except OSError:
+        text = ""
+    return f"its output ends:\n{text[-LONGEST_TEXT:]}" if text else "it printed nothing"
 
 
 def read_file(path: Path, nonce: str, worker: str) -> tuple[list[Event], list[tuple[Damage, str]]]:
@@ -117,32 +191,44 @@ def events_of(text: str, nonce: str, worker: str) -> tuple[list[Event], list[tup
     lines = text.split("\n")
     complete, rest = lines[:-1], lines[-1]
     for number, line in enumerate(complete, 1):
-        try:
-            outer = json.loads(line)
-            body, claimed = outer["body"], outer["chain"]
-            event = json.loads(body)
-        except (ValueError, KeyError, TypeError):
+        written = opened(line)
+        if written is None:
             return events, [(Damage.EDITED, f"line {number} cannot be read")]
+        claimed, body, event = written
         if number == 1 and (event.get("nonce"), event.get("worker", "")) != (nonce, worker):
             whose = f"{event.get('nonce')!r} {event.get('worker', '')}".rstrip()
             return [], [(Damage.FOREIGN, f"written under {whose}, not {nonce!r} {worker}".rstrip())]
         chain = link(nonce, chain, body)
         if chain != claimed:
             return events, [(Damage.EDITED, f"line {number}")]
+        if number == 1 and event.get("version") != VERSION:
+            return [], [(Damage.VERSION, f"{event.get('version')!r}, not {VERSION}")]
+        if not shaped(event):
+            return events, [(Damage.EDITED, f"line {number} is no event of a recorder: {body[:200]}")]
         events.append(event)
     if rest:
         return events, [(Damage.TRUNCATED, f"line {len(lines)}")]
-    return events, after_the_end(events)
+    if events[-1]["kind"] != "end":
+        return events, [(Damage.UNENDED, f"last event: {events[-1]['kind']} {events[-1].get('id', '')}".rstrip())]
+    return events, []
 
 
-def after_the_end(events: list[Event]) -> list[tuple[Damage, str]]:
-    """A whole file can still lack its end, or be of another version."""
-    if events[0].get("version") != VERSION:
-        return [(Damage.VERSION, f"{events[0].get('version')!r}, not {VERSION}")]
-    ends = [event for event in events if event["kind"] == "end"]
-    if not ends or events[-1]["kind"] != "end":
-        return [(Damage.UNENDED, f"last event: {events[-1]['kind']} {events[-1].get('id', '')}".rstrip())]
-    return []
+def opened(line: str) -> tuple[str, str, Event] | None:
+    """A line's chain value, its body as written, and the event in it; None where they are not there."""
+    try:
+        outer = json.loads(line)
+        chain, body = outer["chain"], outer["body"]
+        event = json.loads(body)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return (chain, body, event) if is_text(chain) and is_text(body) and isinstance(event, dict) else None
+
+
+def shaped(event: Event) -> bool:
+    """Whether an event has what its kind must have."""
+    kind = event.get("kind")
+    shape = SHAPES.get(kind) if isinstance(kind, str) else None
+    return shape is not None and all(name in event and fits(event[name]) for name, fits in shape.items())
 
 
 def assemble(
@@ -173,8 +259,14 @@ def assemble(
         modules=frozenset(entry for event in of("imports") for entry in event["modules"].items()),
         torch=frozenset(event["torch"] for event in of("imports") if event["torch"] is not None),
         status=end.get("status"),
-        lost=tuple((event["id"], event["error"]) for event in of("worker-down") if event["error"]),
+        lost=lost(of("worker-down"), of("worker-exit")),
     )
+
+
+def lost(downs: list[Event], exits: list[Event]) -> tuple[tuple[str, str], ...]:
+    """Workers that told of no orderly end, or whose process then ended otherwise."""
+    found = {event["id"]: f"its process ended with {event['code']}" for event in exits if event["code"] != 0}
+    return tuple((found | {event["id"]: event["error"] for event in downs if event["error"]}).items())
 
 
 def selection(events: list[Event]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -109,6 +109,7 @@ def mandatory(root: Path, options: Options) -> Manifest:
         required=options.required,
         tiers=options.tiers,
         allow_dirty=options.allow_dirty,
+        selftest=options.selftest,
         performance=not (options.tiers or options.part) if options.performance is None else options.performance,
     )
     return manifest.cut_down(whole, options.part) if options.part else whole

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import os
 import secrets
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
+from gefen_offload.gate.leftover import MARK, POLL, leftovers
+from gefen_offload.gate.progress import Watch, new_events
 from gefen_offload.gate.record import Exit, Session, read
 from gefen_offload.gate.recorder import worker_record
 
 LAUNCHER = Path(__file__).with_name("launch.py")
-MARK = "GEFEN_OFFLOAD_GATE_RUN"
 SCRUBBED = (
     "PYTEST_ADDOPTS",
     "PYTEST_PLUGINS",
@@ -32,9 +34,7 @@ SCRUBBED = (
     "PYTEST_XDIST_WORKER_COUNT",
 )
 """Variables that change what a session runs without standing in its command line."""
-POLL = 0.05
-Watch = Callable[[Sequence[Path]], None]
-KILL_PATIENCE = 5.0
+STOP_PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,31 +72,79 @@ def run(plan: Plan, into: Path, watch: Watch | None = None, stopping: threading.
     nonce = secrets.token_hex(8)
     record, log = into / f"{plan.tier}.jsonl", into / f"{plan.tier}.log"
     began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command(plan, record, nonce),
-            cwd=plan.folder,
-            env=environment(plan, nonce),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    with log.open("wb") as output, launched(plan, record, nonce, output) as running:
         try:
-            expired = not wait(process, plan.timeout, record, watch, stopping or threading.Event())
+            expired = not wait(running, plan.timeout, record, watch, stopping or threading.Event())
         except BaseException:  # an interrupt, too, leaves nothing of the session behind
-            stop(process)
-            leftovers(nonce, grace=0)
+            running.stop()
+            leftovers(running.launcher.pid, nonce, grace=0)
             raise
-        stop(process)
-    left = leftovers(nonce, plan.grace)
-    exit = Exit(process.returncode, expired, round(time.monotonic() - began, 2), left)
+        running.stop()
+        left = leftovers(running.launcher.pid, nonce, plan.grace)
+        exit = Exit(running.code, expired, round(time.monotonic() - began, 2), left)
     return read(record, plan.tier, nonce, exit)
 
 
-def command(plan: Plan, record: Path, nonce: str) -> list[str]:
+@contextlib.contextmanager
+def launched(plan: Plan, record: Path, nonce: str, output: IO[bytes]) -> Iterator[Running]:
+    """The session's processes, of which the launcher is gone afterwards."""
+    told, pipe = os.pipe()
+    os.set_blocking(told, False)
+    with open(told, "rb", buffering=0) as telling:
+        with open(pipe, "wb"):  # closed here once the launcher has its own
+            launcher = subprocess.Popen(
+                command(plan, pipe, record, nonce),
+                cwd=plan.folder,
+                env=environment(plan, nonce),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(pipe,),
+            )
+        try:
+            yield Running(launcher, telling)
+        finally:
+            launcher.kill()
+            launcher.wait()
+
+
+class Running:
+    """The processes of a session: its launcher, and below it the pytest of which the launcher tells."""
+
+    def __init__(self, launcher: subprocess.Popen[bytes], telling: io.FileIO) -> None:
+        self.launcher, self._telling, self._said = launcher, telling, b""
+
+    @property
+    def told(self) -> list[int]:
+        """What the launcher told until now: pytest's process, and how that ended."""
+        self._said += self._telling.read() or b""
+        return [int(line) for line in self._said.split(b"\n")[:-1]]
+
+    @property
+    def pid(self) -> int:
+        """The leader of the judged processes' group: the launcher itself until it has started them."""
+        return (self.told or [self.launcher.pid])[0]
+
+    @property
+    def code(self) -> int | None:
+        """Pytest's exit code, negative for a signal; that of a launcher that could not tell it; None while it runs."""
+        ended = self.launcher.poll()  # first: what it told, it told before its end
+        return next(iter(self.told[1:]), ended)
+
+    def stop(self) -> None:
+        """End pytest's process group, politely first where it still runs."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + STOP_PATIENCE
+            if self.code is None:
+                signal_group(self.pid, number)
+            while self.code is None and time.monotonic() < deadline:
+                time.sleep(POLL)
+
+
+def command(plan: Plan, pipe: int, record: Path, nonce: str) -> list[str]:
     """The session's command line."""
-    return [plan.python, str(LAUNCHER), str(record), nonce, plan.package or "", "--", *plan.arguments]
+    return [plan.python, str(LAUNCHER), str(pipe), str(record), nonce, plan.package or "", "--", *plan.arguments]
 
 
 def environment(plan: Plan, nonce: str) -> dict[str, str]:
@@ -119,18 +167,16 @@ def holds(folder: Path, package: str) -> bool:
     return (folder / package).is_dir() or (folder / f"{package}.py").is_file()
 
 
-def wait(
-    process: subprocess.Popen[bytes], timeout: float, record: Path, watch: Watch | None, stopping: threading.Event
-) -> bool:
+def wait(running: Running, timeout: float, record: Path, watch: Watch | None, stopping: threading.Event) -> bool:
     """Wait for the session's end; False when the deadline came first, its stacks then being in the log."""
     deadline = time.monotonic() + timeout
-    while process.poll() is None:
+    while running.code is None:
         if stopping.wait(POLL):
             raise StoppedError(record.stem)
         if time.monotonic() > deadline:
-            for pid in (process.pid, *workers(record)):
+            for pid in (running.pid, *workers(record)):
                 with contextlib.suppress(ProcessLookupError):
-                    if os.getsid(pid) == process.pid:
+                    if os.getsid(pid) == running.pid != running.launcher.pid:
                         os.kill(pid, signal.SIGUSR1)
             time.sleep(1.0)
             return False
@@ -146,20 +192,8 @@ def records(record: Path) -> list[Path]:
 
 def workers(record: Path) -> list[int]:
     """The processes of the session's workers, as far as their records name them."""
-    heads = (tail_of.read_text(errors="replace").partition("\n")[0] for tail_of in records(record)[1:])
-    return [json.loads(json.loads(head)["body"])["pid"] for head in heads if head.endswith("}")]
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the session's own process group, politely first where it still runs."""
-    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        if process.poll() is None:
-            signal_group(process.pid, number)
-            try:
-                process.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
-    process.wait()
+    heads = [new_events(path, 0)[0][:1] for path in records(record)[1:]]
+    return [pid for events in heads for event in events if isinstance(pid := event.get("pid"), int)]
 
 
 def signal_group(group: int, number: int) -> None:
@@ -168,40 +202,9 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def leftovers(nonce: str, grace: float) -> tuple[str, ...]:
-    """Processes that carry this run's mark after its end: they get a grace to go, are named, and then killed."""
-    deadline = time.monotonic() + grace
-    while (found := marked(nonce)) and time.monotonic() < deadline:
-        time.sleep(POLL)
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + KILL_PATIENCE
-    while found and marked(nonce) and time.monotonic() < deadline:
-        time.sleep(POLL)
-    return tuple(f"process {pid}: {line}" for pid, line in sorted(found.items()))
-
-
-def marked(nonce: str) -> dict[int, str]:
-    """Live processes whose environment carries the mark, with their command lines."""
-    name = f"{MARK}=".encode()
-    found: dict[int, str] = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                variables = Path(entry.path, "environ").read_bytes().split(b"\0")
-                marks = next((value for value in variables if value.startswith(name)), b"").decode(errors="replace")
-                if nonce in marks.partition("=")[2].split(":"):
-                    line = Path(entry.path, "cmdline").read_bytes()
-                    found[int(entry.name)] = line.replace(b"\0", b" ").decode(errors="replace").strip()[:200]
-            except OSError:
-                continue
-    return found
-
-
 def tail(path: Path, lines: int = 20) -> Sequence[str]:
     """The last lines of a log."""
     try:
-        return path.read_text(errors="replace").splitlines()[-lines:]
+        return path.read_text(encoding="utf-8", errors="backslashreplace").splitlines()[-lines:]
     except OSError:
         return ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gefen_offload.gate import baseline as performance
+from gefen_offload.gate.checkout import Source
 from gefen_offload.gate.facts import Facts
 from gefen_offload.gate.manifest import Manifest
 from gefen_offload.gate.outcome import Ledger, rank_proof, world_of
@@ -15,6 +17,8 @@ from gefen_offload.gate.recorder import TIERS
 
 RELEASE_TIERS = ("cpu", "gloo2", "gpu1", "gpu2")
 """Without these nothing is a release verdict."""
+LISTED_TIERS = (*RELEASE_TIERS, "gloo4", "gpu4", "gpu8")
+"""Tiers whose list belongs to a checkout, so that one that is lost is noticed where the tier could run."""
 MEMORY_SLACK_MIB = 64
 DAMAGES = {
     Damage.MISSING: Reason.NO_RECORD,
@@ -78,6 +82,7 @@ def decide(
     findings += machine(facts_before, facts_after)
     sessions = {session.tier: session for session in record}
     refused = not record and worst(findings) is Status.UNFIT
+    findings += torch(manifest, record, facts_before)
     for tier in () if refused else due:
         if tier in sessions:
             findings += tier_findings(manifest, sessions[tier], facts_before)
@@ -116,6 +121,8 @@ def not_release(manifest: Manifest, due: Sequence[str], facts: Facts) -> tuple[s
         why.append(f"a part of the tests: {', '.join(manifest.part)}")
     if not manifest.performance:
         why.append("performance not judged")
+    if not manifest.selftest:
+        why.append("selftest skipped")
     if facts.source is None or facts.source.commit is None:
         why.append("no commit, judged by the digest of its source")
     elif facts.source.claimed:
@@ -126,17 +133,35 @@ def not_release(manifest: Manifest, due: Sequence[str], facts: Facts) -> tuple[s
 
 
 def lists(manifest: Manifest, due: Sequence[str], facts: Facts) -> list[Finding]:
-    """What is wrong with the mandatory lists, and which required tiers cannot run."""
+    """What is wrong with the mandatory lists, and which tiers that must run do not."""
     wanted = set(manifest.tiers or TIERS)
-    needed = {tier for tier in RELEASE_TIERS if tier in wanted and possible(tier, facts)} if manifest.exact else set()
+    needed = {tier for tier in LISTED_TIERS if tier in wanted and possible(tier, facts)} if manifest.exact else set()
     empty = sorted({tier for tier in {*due, *needed} if not manifest.lists.get(tier)})
-    absent = [tier for tier in manifest.required if not possible(tier, facts)]
     return [
         *(Finding(Reason.EMPTY_LIST, "lists", tier) for tier in empty),
         *(Finding(Reason.LIST_EDITED, "lists", tier, wrong) for tier, wrong in manifest.damaged.items()),
         *(Finding(Reason.SHADOWED, "lists", where) for where in manifest.shadowed),
-        *(Finding(Reason.TIER_UNAVAILABLE, "machine", tier, f"{len(facts.gpus)} GPUs here") for tier in absent),
+        *(Finding(Reason.TIER_UNAVAILABLE, "machine", tier, why) for tier, why in unavailable(manifest, due, facts)),
     ]
+
+
+def unavailable(manifest: Manifest, due: Sequence[str], facts: Facts) -> list[tuple[str, str]]:
+    """Tiers that must run and do not, with what is in the way: those required, and where none is due those wanted."""
+    must = manifest.required if due else (*manifest.required, *(manifest.tiers or RELEASE_TIERS))
+    absent = [
+        tier for tier in dict.fromkeys(must) if not (possible(tier, facts) and (tier in due or not manifest.exact))
+    ]
+    return [(tier, in_the_way(tier, manifest, facts)) for tier in absent]
+
+
+def in_the_way(tier: str, manifest: Manifest, facts: Facts) -> str:
+    """Why a tier is not due."""
+    if not possible(tier, facts):
+        have, what = (len(facts.gpus), "GPUs") if tier.startswith("gpu") else (facts.cores, "cores")
+        return f"{have} {what} here, and it needs {world_of(tier)}"
+    if manifest.tiers and tier not in manifest.tiers:
+        return f"this run was asked for {', '.join(manifest.tiers)} alone"
+    return f"there is no list of its tests, ci/mandatory/{tier}.txt"
 
 
 def source(manifest: Manifest, before: Facts, after: Facts) -> list[Finding]:
@@ -147,9 +172,19 @@ def source(manifest: Manifest, before: Facts, after: Facts) -> list[Finding]:
     if before.source.dirty and not manifest.allow_dirty:
         some = ", ".join(line.strip() for line in before.source.dirty[:5])
         findings.append(Finding(Reason.DIRTY_TREE, "source", detail=f"{some}; --allow-dirty judges it anyway"))
-    if after.source is not None and after.source.digest != before.source.digest:
-        findings.append(Finding(Reason.SOURCE_CHANGED, "source"))
+    if before.source != after.source:
+        findings.append(Finding(Reason.SOURCE_CHANGED, "source", detail=difference(before.source, after.source)))
     return findings
+
+
+def difference(before: Source, after: Source | None) -> str:
+    """What changed between two readings of the source."""
+    if after is None:
+        return "it can no longer be read"
+    if before.commit != after.commit:
+        return f"commit {before.commit} -> {after.commit}"
+    new = sorted({*after.dirty} ^ {*before.dirty})
+    return ", ".join(line.strip() for line in new[:5]) or "the content of its files"
 
 
 def judged_files(before: Facts, after: Facts) -> list[Finding]:
@@ -163,6 +198,14 @@ def judged_files(before: Facts, after: Facts) -> list[Finding]:
     if (before.wheel.sha256, before.wheel.files) != (after.wheel.sha256, after.wheel.files):
         findings.append(Finding(Reason.WHEEL_CHANGED, "wheel", before.wheel.name))
     return findings
+
+
+def torch(manifest: Manifest, record: Sequence[Session], facts: Facts) -> list[Finding]:
+    """Whether a whole run loaded the torch on record: without it nothing was computed that a wheel can be judged by."""
+    ended = [session for session in record if session.status is not None]
+    if not ended or facts.wheel is None or manifest.part or any(session.torch for session in record):
+        return []
+    return [Finding(Reason.IMPORT_UNPROVEN, "wheel", "torch", "no session loaded it")]
 
 
 def machine(before: Facts, after: Facts) -> list[Finding]:
@@ -229,7 +272,7 @@ def listed_tests(ledger: Ledger, listed: Sequence[str], facts: Facts) -> list[Fi
     known = {gpu.uuid for gpu in facts.gpus}
     proofs: dict[str, list[dict[str, object]]] = {}
     for id, value in ledger.session.noted("ranks"):
-        proofs.setdefault(id, []).append(value)
+        proofs.setdefault(id, []).append(value if isinstance(value, dict) else {})
     for id in listed:
         why = ledger.mandatory(id)
         if why is not None:
@@ -279,17 +322,25 @@ def imports(session: Session, facts: Facts) -> list[Finding]:
         judged |= {f"{facts.wheel.site}/{name}" for name in facts.wheel.files}
     if not judged:
         return findings
-    strange = [f"{name} from {path}" for name, path in sorted(session.modules) if path not in judged | {"None"}]
+    strange = [f"{name} from {path}" for name, path in sorted(session.modules) if not comes_from(path, judged)]
     findings += [Finding(Reason.IMPORT_SHADOWED, tier, detail=where) for where in strange[:3]]
     if not session.modules and session.status is not None:
         findings.append(Finding(Reason.IMPORT_UNPROVEN, tier, min(judged)))
     return findings
 
 
+def comes_from(path: str, judged: set[str]) -> bool:
+    """Whether a module's file is judged, or each folder of a namespace, which ends in a slash, holds such files."""
+    if path in judged:
+        return True
+    folders = path.split(os.pathsep)
+    return all(folder.endswith("/") and any(file.startswith(folder) for file in judged) for folder in folders)
+
+
 def measured(record: Sequence[Session]) -> performance.Measurement | None:
     """The measurement that the performance session noted, if there is one."""
     for session in record:
-        for _, value in session.noted("measurement"):
+        for _, value in session.noted("measurement") if session.tier == performance.CHECK else ():
             return performance.from_json(value)
     return None
 

@@ -13,6 +13,7 @@ from gefen_offload.gate import manifest, session
 from gefen_offload.gate.baseline import Measurement
 from gefen_offload.gate.facts import Facts, Gpu, Software, Wheel
 from gefen_offload.gate.manifest import Manifest
+from gefen_offload.gate.progress import Watch
 from gefen_offload.gate.reason import Reason
 from gefen_offload.gate.record import Session
 from gefen_offload.gate.verdict import Verdict, decide
@@ -113,9 +114,7 @@ class Suite:
             path.write_text(dedent(text))
         (folder / "conftest.py").write_text(dedent(CONFTEST) + dedent(self.files.get("conftest.py", "")))
 
-    def session(
-        self, folder: Path, watch: session.Watch | None = None, stopping: threading.Event | None = None
-    ) -> Session:
+    def session(self, folder: Path, watch: Watch | None = None, stopping: threading.Event | None = None) -> Session:
         """Run it in a pytest of its own, with the gate's recorder and no other plugin but pytest-xdist for workers."""
         suite = folder / "suite"
         self.lay(suite)

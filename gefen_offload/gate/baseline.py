@@ -79,7 +79,7 @@ def counters(measured: Measurement, baseline: Measurement) -> list[Finding]:
     return [
         Finding(Reason.COUNTER_EXCEEDED, CHECK, name, f"{value} > {baseline.counters[name]}")
         for name, value in sorted(measured.counters.items())
-        if name in baseline.counters and not value <= baseline.counters[name]
+        if name in baseline.counters and value > baseline.counters[name]
     ]
 
 
@@ -94,7 +94,7 @@ def times(measured: Measurement, baseline: Measurement) -> list[Finding]:
         limit = baseline.times[name] * (1 + max(TRIPWIRE, 3 * noise))
         if not noise <= NOISE_LIMIT:
             findings.append(Finding(Reason.TOO_NOISY, CHECK, name, f"noise {noise:.1%}"))
-        elif not value <= limit:
+        elif value > limit:
             detail = f"{value:.3f} of the reference, baseline {baseline.times[name]:.3f}, limit {limit:.3f}"
             findings.append(Finding(Reason.TIME_EXCEEDED, CHECK, name, detail))
     return findings
@@ -134,8 +134,10 @@ def from_json(data: Any) -> Measurement | None:
     """A measurement read back; None for what is none."""
     try:
         numbers = [{**data[name]} for name in ("counters", "times", "noise")]
-        if all(type(value) in (int, float) for part in numbers for value in part.values()):
-            return Measurement(Identity(**data["identity"]), *numbers)
+        identity = Identity(**data["identity"])
     except (KeyError, TypeError):
-        pass
-    return None
+        return None
+    whole = all(type(value) in (int, float) for part in numbers for value in part.values())
+    return (
+        Measurement(identity, *numbers) if whole and all(isinstance(v, str) for v in vars(identity).values()) else None
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class Timeline:
 
 def plot(title: str, curves: Mapping[str, Sequence[float]]) -> Plot:
     """A chart of named curves on one scale."""
-    values = [value for curve in curves.values() for value in curve if value == value]
+    values = [value for curve in curves.values() for value in curve if math.isfinite(value)]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     steps = max((len(curve) for curve in curves.values()), default=0)
     drawn = tuple(Curve(name, points(curve, low, high, steps)) for name, curve in curves.items())
@@ -63,13 +64,13 @@ def plot(title: str, curves: Mapping[str, Sequence[float]]) -> Plot:
 
 
 def points(curve: Sequence[float], low: float, high: float, steps: int) -> str:
-    """SVG points of one curve; values that are not numbers are left out."""
+    """SVG points of one curve; values that are no finite numbers are left out."""
     across = (WIDTH - 2 * MARGIN) / max(1, steps - 1)
     up = (HEIGHT - 2 * MARGIN) / ((high - low) or 1.0)
     return " ".join(
         f"{MARGIN + across * step:.1f},{HEIGHT - MARGIN - up * (value - low):.1f}"
         for step, value in enumerate(curve)
-        if value == value
+        if math.isfinite(value)
     )
 
 

@@ -6,6 +6,7 @@ Exit codes of a verdict: 0 pass, 1 product failed, 2 usage, 3 box unfit, 4 evide
 from __future__ import annotations
 
 import argparse
+import io
 import shutil
 import signal
 import sys
@@ -69,7 +70,7 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-dirty", action="store_true", help="judge uncommitted changes; never releasable")
     parser.add_argument("--commit", metavar="SHA", help="the commit of a copy without git; never releasable")
     parser.add_argument("--wheel", metavar="FILE", help="judge this wheel instead of building one")
-    parser.add_argument("--no-selftest", action="store_true", help="skip the selftest")
+    parser.add_argument("--no-selftest", action="store_true", help="skip the selftest; never releasable")
     measured = parser.add_mutually_exclusive_group()
     measured.add_argument(
         "--without-performance",
@@ -92,7 +93,10 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the chosen subcommand."""
+    """Run the chosen subcommand; what its output's encoding lacks is printed escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     return int(arguments.run(arguments))
 
 

@@ -84,7 +84,8 @@ def appended(before: str = "pass", after: str = "pass") -> Callable[[Path], None
 
     def edit(root: Path) -> None:
         module = root / checkout.PACKAGE / "optim" / "gefen.py"
-        module.write_text(module.read_text() + OVERRIDE.format(before=before, after=after))
+        text = module.read_text(encoding="utf-8")
+        module.write_text(text + OVERRIDE.format(before=before, after=after), encoding="utf-8")
 
     return edit
 
@@ -92,10 +93,10 @@ def appended(before: str = "pass", after: str = "pass") -> Callable[[Path], None
 def deleted(root: Path) -> None:
     """The edit that takes one GPU test out of its file."""
     path = root / PART
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     if text.count(f"def {DELETED}(") != 1:
         raise LookupError(f"{PART} has no {DELETED}: the drill must delete another test")
-    path.write_text(text.replace(f"def {DELETED}(", f"def no_{DELETED}("))
+    path.write_text(text.replace(f"def {DELETED}(", f"def no_{DELETED}("), encoding="utf-8")
 
 
 def failed_by_one_ulp(evidence: Evidence) -> Evidence:
@@ -243,7 +244,7 @@ def judged(root: Path, run: Path, arguments: Sequence[str], tier: str = "gpu1") 
     done = gate(root, "run", *fixed, *arguments)
     if not (run / "verdict.json").is_file():
         raise RuntimeError(f"the gate of {root} gave no verdict, exit {done.returncode}: {done.stderr[-2000:]}")
-    findings = json.loads((run / "verdict.json").read_text())["findings"]
+    findings = json.loads((run / "verdict.json").read_text(encoding="utf-8"))["findings"]
     return [Finding(**{**finding, "reason": Reason[finding["reason"]]}) for finding in findings]
 
 

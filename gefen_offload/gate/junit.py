@@ -19,7 +19,7 @@ def write(path: Path, record: Sequence[Session]) -> None:
     top = Xml.Element("testsuites")
     for session in record:
         top.append(suite(session))
-    Xml.ElementTree(top).write(path, encoding="unicode", xml_declaration=True)
+    Xml.ElementTree(top).write(path, encoding="utf-8", xml_declaration=True)
 
 
 def suite(session: Session) -> Xml.Element:
@@ -30,7 +30,7 @@ def suite(session: Session) -> Xml.Element:
     for id in ledger.selected:
         phases = ledger.phases.get(id, [])
         file, _, name = id.partition("::")
-        classname = file.removesuffix(".py").replace("/", ".")
+        classname, name = clean(file.removesuffix(".py").replace("/", ".")), clean(name)
         seconds = f"{sum(phase.seconds for phase in phases):.4f}"
         case = Xml.SubElement(element, "testcase", classname=classname, name=name, time=seconds)
         counts["tests"] += 1

@@ -77,10 +77,15 @@ def read(folder: Path) -> Manifest:
     for tier in TIERS:
         path = folder / f"{tier}.txt"
         if path.is_file():
-            lists[tier], wrong = parse(path.read_text(), headed=True)
+            lists[tier], wrong = parse(text_of(path), headed=True)
             if wrong:
                 damaged[tier] = wrong
     return Manifest(lists, damaged=damaged)
+
+
+def text_of(path: Path) -> str:
+    """A list's text; a name that is no UTF-8 reads as Python names that file."""
+    return path.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 def parse(text: str, headed: bool) -> tuple[tuple[str, ...], str]:
@@ -99,7 +104,7 @@ def parse(text: str, headed: bool) -> tuple[tuple[str, ...], str]:
 
 def digest(ids: Iterable[str]) -> str:
     """The digest of a list of ids."""
-    return hashlib.sha256("\n".join(ids).encode()).hexdigest()
+    return hashlib.sha256("\n".join(ids).encode(errors="surrogatepass")).hexdigest()
 
 
 def render(tier: str, ids: Iterable[str]) -> str:
@@ -179,7 +184,7 @@ def update(root: Path) -> list[str]:
     for tier in TIERS:
         path = folder / f"{tier}.txt"
         if tier in tiers:
-            path.write_text(render(tier, tiers[tier]))
+            path.write_text(render(tier, tiers[tier]), encoding="utf-8", errors="surrogateescape")
         elif path.exists():
             path.unlink()
     return []
@@ -197,7 +202,7 @@ def shadowed(root: Path, folders: tuple[str, ...] = ("tests", "tests_distributed
         for path in sorted((root / folder).rglob("*.py")):
             try:
                 tree = ast.parse(path.read_text(encoding="utf-8"))
-            except SyntaxError:
+            except (SyntaxError, ValueError):
                 continue  # collection reports it
             found += [f"{path.relative_to(root)}::{name}" for name in defined_twice(tree.body)]
     return tuple(found)

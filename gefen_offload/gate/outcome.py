@@ -145,6 +145,15 @@ def rank_proof(tier: str, runs: Sequence[Mapping[str, Any]], known: set[str]) ->
     return None if None in doubts else doubts[0]
 
 
+def is_proof(value: object) -> bool:
+    """Whether a test's note called ``ranks`` is the harness's, and not another project's."""
+    if not isinstance(value, dict) or not isinstance(value.get("world"), int):
+        return False
+    devices, finished = value.get("devices"), value.get("finished")
+    named = isinstance(devices, list) and all(isinstance(device, str) for device in devices)
+    return named and isinstance(finished, list) and all(isinstance(rank, int) for rank in finished)
+
+
 def doubt(run: Mapping[str, Any], world: int, known: set[str]) -> tuple[Reason, str] | None:
     """What keeps one run on GPUs from being proof."""
     devices, finished = set(run.get("devices", ())), set(run.get("finished", ()))

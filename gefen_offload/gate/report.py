@@ -9,7 +9,7 @@ from typing import Any
 
 from gefen_offload.gate import chart, summary
 from gefen_offload.gate.outcome import PASSED, Ledger, attempts, outcome
-from gefen_offload.gate.record import Session
+from gefen_offload.gate.record import Session, is_number
 from gefen_offload.gate.rundir import Evidence
 from gefen_offload.gate.verdict import Verdict, measured
 
@@ -42,7 +42,7 @@ def write(path: Path, evidence: Evidence, verdict: Verdict) -> None:
         text = render(evidence, verdict)
     except ImportError:
         text = f"<!doctype html><title>gate</title><p>{verdict.headline}. jinja2 is not installed here.</p>"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def render(evidence: Evidence, verdict: Verdict) -> str:
@@ -95,13 +95,27 @@ def cell(name: str, id: str, tier: str, ledger: Ledger | None, against: dict[tup
 
 def plots(record: Sequence[Session]) -> list[chart.Plot]:
     """The loss curves that tests noted as ``trajectory``: a dict of named lists of numbers."""
-    noted = [(id, value) for session in record for id, value in session.noted("trajectory")]
-    return [chart.plot(id, {name: [float(v) for v in curve] for name, curve in value.items()}) for id, value in noted]
+    noted = [(id, value) for session in record for id, value in session.noted("trajectory") if are_curves(value)]
+    return [chart.plot(id, value) for id, value in noted]
 
 
 def timelines(record: Sequence[Session]) -> list[chart.Timeline]:
     """The steps that tests noted as ``timeline``: a list of intervals."""
-    return [chart.timeline(id, value) for session in record for id, value in session.noted("timeline")]
+    noted = [(id, value) for session in record for id, value in session.noted("timeline") if are_intervals(value)]
+    return [chart.timeline(id, value) for id, value in noted]
+
+
+def are_curves(value: object) -> bool:
+    """Whether this is what :func:`plots` draws, and not another project's note of the same name."""
+    curves = list(value.values()) if isinstance(value, dict) else [None]
+    return all(isinstance(curve, list) and all(isinstance(v, (int, float)) for v in curve) for curve in curves)
+
+
+def are_intervals(value: object) -> bool:
+    """Whether this is what :func:`timelines` draws."""
+    if not isinstance(value, list) or not all(isinstance(interval, dict) for interval in value):
+        return False
+    return all(is_number(i.get("start")) and is_number(i.get("end")) and isinstance(i.get("lane"), str) for i in value)
 
 
 def memory(evidence: Evidence) -> list[tuple[str, int, int, int]]:

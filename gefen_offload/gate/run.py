@@ -221,7 +221,7 @@ def baseline_for(root: Path, before: Facts) -> performance.Measurement | None:
 
 def foreign(suite: Foreign, options: Options) -> int:
     """Judge another project's suite by the same rules; the exit code."""
-    ids, wrong = manifest.parse(suite.mandatory.read_text(), headed=False)
+    ids, wrong = manifest.parse(manifest.text_of(suite.mandatory), headed=False)
     lists = Manifest(
         {"suite": ids},
         exact=False,
@@ -269,9 +269,9 @@ def finish(folder: Path, evidence: Evidence) -> int:
 def told(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
     """The verdict for people and for other programs: summary, report, JUnit and statement."""
     markdown = summary.markdown(verdict, evidence.before)
-    (folder / "summary.md").write_text(markdown)
+    (folder / "summary.md").write_text(markdown, encoding="utf-8", errors="backslashreplace")
     if os.environ.get("GITHUB_STEP_SUMMARY"):
-        with open(os.environ["GITHUB_STEP_SUMMARY"], "a") as step:
+        with open(os.environ["GITHUB_STEP_SUMMARY"], "a", encoding="utf-8", errors="backslashreplace") as step:
             step.write(markdown)
     junit.write(folder / "junit.xml", evidence.record)
     made = statement.statement(verdict, evidence.manifest, evidence.record, evidence.before)

@@ -47,7 +47,7 @@ def make(root: Path, asked: str | None, name: str) -> Path:
         try:
             place.mkdir(parents=True, exist_ok=True)
             (place / "sessions").mkdir(exist_ok=True)
-            (place / ".gitignore").write_text("*\n")  # evidence is no part of anybody's source
+            (place / ".gitignore").write_text("*\n", encoding="utf-8")  # evidence is no part of anybody's source
             return place.resolve()
         except OSError:
             if asked:
@@ -80,7 +80,7 @@ def write(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write plain values for people and programs."""
-    path.write_text(json.dumps(to_json(value), indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(to_json(value), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def load(folder: Path) -> Evidence:
@@ -99,7 +99,7 @@ def load(folder: Path) -> Evidence:
 
 def read_json(path: Path) -> Any:
     """Plain values read back."""
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def session_from(folder: Path, entry: Mapping[str, Any]) -> Session:

@@ -10,7 +10,7 @@ from gefen_offload.gate import baseline as performance
 from gefen_offload.gate.checkout import Source
 from gefen_offload.gate.facts import Facts
 from gefen_offload.gate.manifest import Manifest
-from gefen_offload.gate.outcome import Ledger, rank_proof, world_of
+from gefen_offload.gate.outcome import Ledger, is_proof, rank_proof, world_of
 from gefen_offload.gate.reason import Finding, Reason, Status, worst
 from gefen_offload.gate.record import Damage, Session
 from gefen_offload.gate.recorder import TIERS
@@ -158,7 +158,7 @@ def in_the_way(tier: str, manifest: Manifest, facts: Facts) -> str:
     """Why a tier is not due."""
     if not possible(tier, facts):
         have, what = (len(facts.gpus), "GPUs") if tier.startswith("gpu") else (facts.cores, "cores")
-        return f"{have} {what} here, and it needs {world_of(tier)}"
+        return f"{what} here: {have}, needed: {world_of(tier)}"
     if manifest.tiers and tier not in manifest.tiers:
         return f"this run was asked for {', '.join(manifest.tiers)} alone"
     return f"there is no list of its tests, ci/mandatory/{tier}.txt"
@@ -272,7 +272,8 @@ def listed_tests(ledger: Ledger, listed: Sequence[str], facts: Facts) -> list[Fi
     known = {gpu.uuid for gpu in facts.gpus}
     proofs: dict[str, list[dict[str, object]]] = {}
     for id, value in ledger.session.noted("ranks"):
-        proofs.setdefault(id, []).append(value if isinstance(value, dict) else {})
+        if is_proof(value):
+            proofs.setdefault(id, []).append(value)
     for id in listed:
         why = ledger.mandatory(id)
         if why is not None:

@@ -13,7 +13,7 @@ from gefen_offload.gate.reason import Reason, Status
 from gefen_offload.gate.record import Phase
 from gefen_offload.gate.selftest.case import released
 from gefen_offload.gate.selftest.evidence import FACTS, listed
-from gefen_offload.gate.selftest.release import id_of
+from gefen_offload.gate.selftest.release import TIERS, id_of
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_the_statement_is_about_the_wheel(release):
     assert made["subject"] == [{"name": "imaginary-1.0-py3-none-any.whl", "digest": {"sha256": "0" * 64}}]
     source = made["predicate"]["configuration"][0]
     assert source["digest"] == {"sha256": "d" * 64, "gitCommit": "c" * 40}
-    assert made["predicate"]["passedTests"] == [id_of(tier) for tier in ("cpu", "gloo2", "gpu1", "gpu2")]
+    assert made["predicate"]["passedTests"] == [id_of(tier) for tier in TIERS]
 
 
 def test_junit_survives_a_crash(release, tmp_path):

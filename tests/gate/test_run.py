@@ -14,6 +14,7 @@ from gefen_offload.gate import manifest
 from support.checkout import ROOT, START, git
 
 TEST = """
+import torch
 import gefen_offload
 
 def test_one():

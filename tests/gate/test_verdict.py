@@ -22,7 +22,7 @@ def release(tmp_path):
 def without_gpus(release):
     """The same release on a machine that has none, with the sessions that it can run."""
     bare = before(gpus=())(release)
-    return replace(bare, record=tuple(s for s in release.record if s.tier in ("cpu", "gloo2")), baseline=None)
+    return replace(bare, record=tuple(s for s in release.record if s.tier in ("cpu", "gloo2", "gloo4")), baseline=None)
 
 
 def test_no_gpu_passes_and_says_so_first(release):
@@ -39,6 +39,35 @@ def test_a_required_tier_that_cannot_run_is_exit_3(release):
     verdict = listed(required=("gpu2",))(without_gpus(release)).verdict()
     assert verdict.status == 3
     assert [finding.reason for finding in verdict.findings] == [Reason.TIER_UNAVAILABLE]
+
+
+@pytest.mark.parametrize(
+    ("tier", "changes", "says"),
+    [
+        ("gpu4", {}, "GPUs here: 2, needed: 4"),
+        ("gloo8", {}, "cores here: 1, needed: 8"),
+        ("gpu2", {"tiers": ("cpu",)}, "this run was asked for cpu alone"),
+        ("gpu2", {"lists": {"cpu": ("test_cpu.py::test_it",)}}, "there is no list of its tests, ci/mandatory/gpu2.txt"),
+    ],
+    ids=["gpus", "cores", "left-out", "unlisted"],
+)
+def test_what_is_in_the_way_of_a_required_tier(release, tier, changes, says):
+    """A required tier must be due; the finding says what keeps it from that."""
+    found = listed(required=(tier,), **changes)(release).verdict().findings
+    assert [(f.subject, f.detail) for f in found if f.reason is Reason.TIER_UNAVAILABLE] == [(tier, says)]
+
+
+def test_another_suite_only_needs_the_machine(release):
+    """Another project's suite is one session whatever its tiers: a required one must be able to run."""
+    theirs = listed(exact=False, required=("gpu2",), lists={"suite": ("test_cpu.py::test_it",)})(release)
+    assert Reason.TIER_UNAVAILABLE not in said(theirs)
+    assert Reason.TIER_UNAVAILABLE in said(before(gpus=())(theirs))
+
+
+def test_a_run_without_selftest_is_not_releasable(release):
+    """A gate that was not tried first passes, and lets nothing out."""
+    verdict = listed(selftest=False)(release).verdict()
+    assert (verdict.status, verdict.headline) == (Status.PASS, "PASS (not a release verdict: selftest skipped)")
 
 
 def test_allowed_dirt_passes_and_is_not_releasable(release):
@@ -103,7 +132,7 @@ def test_tiers_follow_the_hardware():
 
 def test_only_listed_tiers_are_due(release):
     """A tier without a list is not due."""
-    assert due_tiers(release.manifest, MACHINE) == ("cpu", "gloo2", "gpu1", "gpu2")
+    assert due_tiers(release.manifest, MACHINE) == ("cpu", "gloo2", "gloo4", "gpu1", "gpu2")
 
 
 def test_an_unfit_box_without_sessions_gets_no_further_reasons(release):
@@ -135,9 +164,25 @@ def test_an_exit_status_needs_a_cause(release):
 
 
 def test_a_module_from_elsewhere(release):
-    """One module of the package that is no file of the judged wheel is a shadowed import; a namespace has no file."""
-    modules = release.record[0].modules | {("imaginary.a", "/elsewhere/a.py"), ("imaginary.n", "None")}
+    """One module of the package that is no file of the judged wheel is a shadowed import."""
+    modules = release.record[0].modules | {("imaginary.a", "/elsewhere/a.py")}
     assert said(with_session(release, "cpu", modules=modules)) == [Reason.IMPORT_SHADOWED]
+
+
+@pytest.mark.parametrize(
+    ("folders", "expected"),
+    [
+        ("{site}/imaginary/", []),
+        ("{site}/imaginary/:/elsewhere/imaginary/", [Reason.IMPORT_SHADOWED]),
+        ("{site}/imagin/", [Reason.IMPORT_SHADOWED]),
+        ("", [Reason.IMPORT_SHADOWED]),
+    ],
+    ids=["ours", "partly", "beside", "nowhere"],
+)
+def test_a_namespace_has_folders_of_the_wheel(release, folders, expected):
+    """A namespace package has no file; each of its folders must hold files of the wheel."""
+    modules = release.record[0].modules | {("imaginary.n", folders.format(site=release.before.wheel.site))}
+    assert said(with_session(release, "cpu", modules=modules)) == expected
 
 
 @pytest.mark.parametrize(("exact", "expected"), [(True, [Reason.UNLISTED]), (False, [])], ids=["own", "foreign"])

@@ -111,8 +111,9 @@ class Suite:
         for name, text in {"test_it.py": SUITE, **self.files, "conftest.py": ""}.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(dedent(text))
-        (folder / "conftest.py").write_text(dedent(CONFTEST) + dedent(self.files.get("conftest.py", "")))
+            path.write_text(dedent(text), encoding="utf-8")
+        conftest = dedent(CONFTEST) + dedent(self.files.get("conftest.py", ""))
+        (folder / "conftest.py").write_text(conftest, encoding="utf-8")
 
     def session(self, folder: Path, watch: Watch | None = None, stopping: threading.Event | None = None) -> Session:
         """Run it in a pytest of its own, with the gate's recorder and no other plugin but pytest-xdist for workers."""

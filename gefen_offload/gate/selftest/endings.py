@@ -167,6 +167,22 @@ CASES: list[Case] = [
         ),
     ),
     suite_case(
+        "a process without parent, session or mark is left running",
+        Reason.LEFTOVER,
+        broken=Suite(
+            {
+                "test_it.py": """
+    import subprocess
+    def test_one():
+        command = "/bin/sleep 300 >/dev/null 2>&1 &"
+        subprocess.run(["/bin/sh", "-c", command], env={}, start_new_session=True)
+"""
+                + TWO
+            },
+            grace=0.3,
+        ),
+    ),
+    suite_case(
         "file that cannot be imported",
         Reason.COLLECTION_ERROR,
         Reason.MISSING,

@@ -30,7 +30,7 @@ def record_case(name: str, *expected: Reason, alter: Alter, nonce: str | None = 
             done = suite.session(folder)
             path = folder / "cpu.jsonl"
             if change is not None:
-                path.write_text(change(path.read_text().splitlines()))
+                path.write_text(change(path.read_text(encoding="utf-8").splitlines()), encoding="utf-8")
             again = read(path, "cpu", nonce or done.nonce if change else done.nonce, done.exit)
             return Evidence(suite.manifest(folder), (again,))
 
@@ -100,7 +100,7 @@ def package_case(name: str, *expected: Reason, broken: dict[str, str], clean: di
         def evidence(folder: Path) -> Evidence:
             for where, text in {"site/widget.py": GOOD, **files}.items():
                 (folder / where).parent.mkdir(parents=True, exist_ok=True)
-                (folder / where).write_text(text)
+                (folder / where).write_text(text, encoding="utf-8")
             suite = Suite(
                 WIDGET if "suite/test_it.py" not in files else {"test_it.py": files["suite/test_it.py"]},
                 package="widget",
@@ -129,6 +129,19 @@ SHADOW = {
 }
 IMPORTS = [
     package_case("import from the checkout instead", Reason.IMPORT_SHADOWED, broken=SHADOW, clean={}),
+    package_case(
+        "a stub in the place of the package",
+        Reason.IMPORT_SHADOWED,
+        clean={},
+        broken={
+            "suite/test_it.py": """
+    import sys, types
+    sys.modules["widget"] = types.ModuleType("widget")
+    sys.modules["widget"].answer = lambda: 42
+"""
+            + WIDGET["test_it.py"]
+        },
+    ),
     package_case(
         "package never imported",
         Reason.IMPORT_UNPROVEN,
@@ -207,9 +220,34 @@ def less_memory(facts: Facts) -> Any:
     return (facts.gpus[0], replace(facts.gpus[1], free_mib=facts.gpus[1].free_mib - 500))
 
 
+def nowhere_due(e: Evidence) -> Evidence:
+    """A run of the GPU tiers on a machine without GPUs, which has nothing to run."""
+    return listed(tiers=("gpu1", "gpu2"))(before(gpus=())(replace(e, record=(), baseline=None)))
+
+
+def asked_for_less(e: Evidence) -> Evidence:
+    """A run of the cpu tier alone, in which gpu2 was required."""
+    few = tuple(session for session in e.record if session.tier in ("cpu", "performance"))
+    return listed(tiers=("cpu",), required=("gpu2",))(replace(e, record=few))
+
+
+def list_lost(e: Evidence) -> Evidence:
+    """A checkout that lost the list of gloo4, and so never ran that tier."""
+    lists = {tier: ids for tier, ids in e.manifest.lists.items() if tier != "gloo4"}
+    return listed(lists=lists)(without("gloo4")(e))
+
+
+def without_torch(e: Evidence) -> Evidence:
+    """Sessions of which none loaded torch."""
+    return replace(e, record=tuple(replace(session, torch=frozenset()) for session in e.record))
+
+
+NAN = float("nan")
 COUNTERS, TIMES = dict(MEASURED.counters), dict(MEASURED.times)
 FACTS = [
     facts_case("dirty tree", Reason.DIRTY_TREE, change=nested("source", before, dirty=(" M gefen_offload/cli.py",))),
+    facts_case("commit moved during the run", Reason.SOURCE_CHANGED, change=nested("source", after, commit="f" * 40)),
+    facts_case("dirty after the run alone", Reason.SOURCE_CHANGED, change=nested("source", after, dirty=("?? a.py",))),
     facts_case("source changed during the run", Reason.SOURCE_CHANGED, change=nested("source", after, digest="0" * 64)),
     facts_case("no wheel", Reason.NO_WHEEL, change=before(wheel=None)),
     facts_case("stale wheel", Reason.STALE_WHEEL, change=nested("wheel", before, differs=("gefen_offload/cli.py",))),
@@ -231,6 +269,15 @@ FACTS = [
     facts_case("somebody on the GPU after", Reason.FOREIGN_PROCESS, change=after(foreign=("process 8",))),
     facts_case("smoke failed", Reason.SMOKE_FAILED, change=before(smoke="expected 3.0, got 2.0")),
     facts_case("required tier without its GPUs", Reason.TIER_UNAVAILABLE, change=listed(required=("gpu4",))),
+    facts_case("no tier is due", Reason.TIER_UNAVAILABLE, change=nowhere_due),
+    facts_case("required tier left out of the run", Reason.TIER_UNAVAILABLE, change=asked_for_less),
+    facts_case(
+        "required tier without a list",
+        Reason.TIER_UNAVAILABLE,
+        change=lambda e: listed(required=("gloo8",))(before(cores=8)(e)),
+    ),
+    facts_case("a list that is gone", Reason.EMPTY_LIST, change=list_lost),
+    facts_case("no session loaded torch", Reason.IMPORT_UNPROVEN, change=without_torch),
     facts_case("empty list", Reason.EMPTY_LIST, Reason.UNLISTED, change=emptied),
     facts_case("list edited by hand", Reason.LIST_EDITED, change=edited_by_hand),
     facts_case("a tier without a session", Reason.NO_RECORD, change=without("gpu2")),
@@ -246,6 +293,15 @@ FACTS = [
         Reason.BASELINE_PARTIAL,
         change=measured(counters={name: value for name, value in COUNTERS.items() if name != "launches"}),
     ),
+    facts_case(
+        "a counter that is no number", Reason.BASELINE_PARTIAL, change=measured(counters={**COUNTERS, "launches": NAN})
+    ),
+    facts_case(
+        "a time that is no number",
+        Reason.BASELINE_PARTIAL,
+        change=measured(times={**TIMES, "offloaded_step": NAN}),
+    ),
+    facts_case("noise that is no number", Reason.TOO_NOISY, change=measured(noise={"offloaded_step": NAN})),
     facts_case("noise", Reason.TOO_NOISY, change=measured(noise={"offloaded_step": 0.4})),
     facts_case(
         "50 MiB more at the peak",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gefen_offload.gate.reason import Reason
-from gefen_offload.gate.selftest.case import SUITE, Case, Suite, suite_case
+from gefen_offload.gate.selftest.case import IDS, SUITE, Case, Suite, suite_case
 
 HEAD = "    import os, pytest\n"
 TWO = """
@@ -51,6 +53,68 @@ FALSE_PASS = """
         report.outcome, report.longrepr = "passed", None
         return report
 """
+
+SWALLOW = """
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_{phase}(item):
+        outcome = yield
+        outcome.force_result(None)
+"""
+BROKEN_FIXTURE = (
+    """
+    @pytest.fixture(autouse=True)
+    def thing(request):
+        if {early} and request.node.name == "test_one":
+            raise ValueError("no thing")
+        yield
+        if request.node.name == "test_one":
+            raise ValueError("thing is stuck")
+"""
+    + SUITE
+)
+AWAITED = (
+    """
+    async def test_one():
+        assert 1 + 1 == {sum}
+"""
+    + TWO
+)
+ASYNC = """
+    import asyncio, inspect
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(pyfuncitem):
+        if inspect.iscoroutinefunction(pyfuncitem.obj):
+            {does}
+            return True
+"""
+UNITTEST = (
+    """
+    import unittest
+    class TestIt(unittest.{case}):
+        {kind} test_it(self):
+            self.assertEqual(1 + 1, {sum})
+        def tearDown(self):
+            self.assertTrue({clean})
+"""
+    + TWO
+)
+UNITTEST_IDS = ("test_it.py::TestIt::test_it", IDS[1])
+ITEM = """
+    class Special(pytest.{kind}):
+        def runtest(self):
+            {does}
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(collector, name, obj):
+        if name == "test_one":
+            return Special.from_parent(collector, name=name)
+"""
+
+
+def unittests(case: str = "TestCase", kind: str = "def", sum: int = 2, clean: bool = True) -> Suite:
+    """A unittest, under a hook that calls every test passed."""
+    text = UNITTEST.format(case=case, kind=kind, sum=sum, clean=clean)
+    return replace(hooked(FALSE_PASS, text), ids=UNITTEST_IDS)
+
 
 CASES: list[Case] = [
     suite_case(
@@ -210,7 +274,7 @@ CASES: list[Case] = [
     ),
     suite_case(
         "failure rewritten as a pass",
-        Reason.BODY_NOT_RUN,
+        Reason.FAILED,
         broken=hooked(
             FALSE_PASS,
             """
@@ -218,6 +282,95 @@ CASES: list[Case] = [
         assert 1 + 1 == 3
 """
             + TWO,
+        ),
+    ),
+    suite_case(
+        "unittest failure rewritten as a pass",
+        Reason.FAILED,
+        broken=unittests(sum=3),
+        clean=unittests(),
+    ),
+    suite_case(
+        "unittest that fails behind its body, rewritten as a pass",
+        Reason.FAILED,
+        broken=unittests("IsolatedAsyncioTestCase", "async def", clean=False),
+        clean=unittests("IsolatedAsyncioTestCase", "async def"),
+    ),
+    suite_case(
+        "coroutine never awaited",
+        Reason.BODY_NOT_RUN,
+        broken=hooked(ASYNC.format(does="pyfuncitem.obj().close()"), AWAITED.format(sum=3)),
+        clean=hooked(ASYNC.format(does="asyncio.run(pyfuncitem.obj())"), AWAITED.format(sum=2)),
+    ),
+    suite_case(
+        "generator never run",
+        Reason.BODY_NOT_RUN,
+        broken=first("""
+    def wrapped(body):
+        return lambda: body()
+    @wrapped
+    def test_one():
+        yield
+        assert False
+"""),
+    ),
+    suite_case(
+        "item of a plugin that forgets the function",
+        Reason.BODY_NOT_RUN,
+        broken=hooked(ITEM.format(kind="Function", does="pass")),
+        clean=hooked(ITEM.format(kind="Function", does="self.obj()")),
+    ),
+    suite_case(
+        "failure of a plugin's item rewritten as a pass",
+        Reason.FAILED,
+        broken=hooked(FALSE_PASS + ITEM.format(kind="Item", does="assert 1 + 1 == 3")),
+        clean=hooked(FALSE_PASS + ITEM.format(kind="Item", does="assert 1 + 1 == 2")),
+    ),
+    suite_case(
+        "error in setup swallowed by a hook",
+        Reason.SETUP_ERROR,
+        broken=hooked(SWALLOW.format(phase="setup"), BROKEN_FIXTURE.format(early=True)),
+    ),
+    suite_case(
+        "error in teardown swallowed by a hook",
+        Reason.TEARDOWN_ERROR,
+        broken=hooked(SWALLOW.format(phase="teardown"), BROKEN_FIXTURE.format(early=False)),
+    ),
+    suite_case(
+        "error in teardown rewritten as a pass",
+        Reason.TEARDOWN_ERROR,
+        broken=hooked(FALSE_PASS, BROKEN_FIXTURE.format(early=False)),
+    ),
+    suite_case(
+        "called until it passes",
+        Reason.FLAKY,
+        broken=hooked(
+            """
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(pyfuncitem):
+        for _ in range(3):
+            try:
+                return pyfuncitem.obj() or True
+            except AssertionError:
+                pass
+""",
+            FLAKY,
+        ),
+    ),
+    suite_case(
+        "run until it passes, and the last try alone reported",
+        Reason.FLAKY,
+        broken=hooked(
+            """
+    from _pytest.runner import runtestprotocol
+    def pytest_runtest_protocol(item, nextitem):
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        while any(r.failed for r in runtestprotocol(item, nextitem=nextitem, log=False)):
+            pass
+        runtestprotocol(item, nextitem=nextitem)
+        return True
+""",
+            FLAKY,
         ),
     ),
     suite_case(

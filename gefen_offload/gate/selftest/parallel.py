@@ -47,7 +47,7 @@ def worker_record_case(name: str, *expected: Reason, alter: Callable[[list[Path]
 
 def busy(paths: list[Path]) -> Path:
     """The record of a worker that ran a test."""
-    return next(path for path in paths if '\\"start\\"' in path.read_text())
+    return next(path for path in paths if '\\"start\\"' in path.read_text(encoding="utf-8"))
 
 
 def rewritten(change: Alter) -> Callable[[list[Path]], object]:
@@ -55,7 +55,7 @@ def rewritten(change: Alter) -> Callable[[list[Path]], object]:
 
     def alter(paths: list[Path]) -> object:
         path = busy(paths)
-        return path.write_text(change(path.read_text().splitlines()))
+        return path.write_text(change(path.read_text(encoding="utf-8").splitlines()), encoding="utf-8")
 
     return alter
 
@@ -66,6 +66,19 @@ def without_end(lines: list[str]) -> str:
     return joined(lines[:-1])
 
 
+AT_EXIT = """
+    import atexit, os
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        atexit.register(os._exit, 3)
+"""
+ABORTS = """
+    import os
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish():
+        yield
+        if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+            os.abort()
+"""
 DIES = """
     def test_one():
         {how}
@@ -75,12 +88,14 @@ CASES: list[Case] = [
     worker_case("a worker's test fails", Reason.FAILED, test=DIES.format(how="assert 1 + 1 == 3") + TWO),
     worker_case(
         "a worker's failure rewritten as a pass",
-        Reason.BODY_NOT_RUN,
+        Reason.FAILED,
         test=DIES.format(how="assert 1 + 1 == 3") + TWO,
         conftest=FALSE_PASS,
     ),
     worker_case("a worker is killed", *LOST, Reason.INTERRUPTED, test=DIES.format(how="os.kill(os.getpid(), 9)") + TWO),
     worker_case("a worker exits with status 0", *LOST, Reason.INTERRUPTED, test=DIES.format(how="os._exit(0)") + TWO),
+    worker_case("a worker's process ends with 3 at its exit", Reason.WORKER_LOST, conftest=AT_EXIT),
+    worker_case("a worker crashes once it has told that it is finished", Reason.WORKER_LOST, conftest=ABORTS),
     worker_case(
         "workers that select different tests",
         Reason.COLLECTION_ERROR,

@@ -14,7 +14,7 @@ from gefen_offload.offload.errors import OffloadReason, OffloadUnsupportedError
 from gefen_offload.offload.pieces import Piece
 from gefen_offload.offload.schema import Cut, StateSchema
 from gefen_offload.offload.slab import HostStore, Place, Slab
-from gefen_offload.offload.turns import ABREAST, Turn
+from gefen_offload.offload.turns import ABREAST
 from gefen_offload.offload.windows import CutPiece, Demand, Need, Part, Plan, Run, Spot, Window
 
 
@@ -51,13 +51,16 @@ class Staging:
 
 @dataclass(frozen=True)
 class BoundWindow:
-    """A window with its views: each piece's staged tensors, and the copies as (destination, source)."""
+    """A window with its views: each piece's staged tensors, and the copies as (destination, source).
+
+    The copies in come with the window each of them waits for, see `Arrival`; `after` is the last of those.
+    """
 
     first: int
     last: int
-    turn: Turn
+    after: int
     tensors: tuple[dict[str, Tensor], ...]
-    inward: tuple[Pair, ...]
+    inward: tuple[tuple[int, tuple[Pair, ...]], ...]
     outward: tuple[Pair, ...]
     states: tuple[dict[str, Any], ...]
 
@@ -75,7 +78,7 @@ class BoundPlan:
     @cached_property
     def first_in(self) -> int:
         """How many windows can be copied in before any has been copied out."""
-        return next((index for index, window in enumerate(self.windows) if window.turn.after >= 0), len(self.windows))
+        return next((index for index, window in enumerate(self.windows) if window.after >= 0), len(self.windows))
 
     @cached_property
     def last_names(self) -> str:
@@ -157,10 +160,13 @@ class Survey:
             }
             for piece, spots in zip(pieces, window.spots, strict=True)
         )
-        inward = tuple((staging.bytes(run, start), self._host(run)) for run in window.inward)
+        inward = tuple(
+            (arrival.after, tuple((staging.bytes(run, start), self._host(run)) for run in arrival.runs))
+            for arrival in window.inward
+        )
         outward = tuple((self._host(run), staging.bytes(run, start)) for run in window.outward)
         states = tuple(piece.work.state for piece in pieces)
-        return BoundWindow(window.first, window.last, window.turn, tensors, inward, outward, states)
+        return BoundWindow(window.first, window.last, window.turn.after, tensors, inward, outward, states)
 
     def _view(self, entry: _Entry, staged: Tensor) -> Tensor:
         shape = entry.tensor.shape

@@ -1,14 +1,14 @@
 """The streamed step: copy in, update, copy out, over a ring of staging memory.
 
 [Note: stream order] Three queues take part: `inward` and `outward`, made for copies, and the caller's current stream,
-on which the update runs. For window w, and `after`, the last window before it in any of its bytes of the ring:
+on which the update runs. For window w, and each window `after` that lay in its bytes of the ring before:
 
-    inward:   waits for left[after]   copies w in    records arrived[w]
-    current:  waits for arrived[w]    updates w      records updated[w]
-    outward:  waits for updated[w]    copies w out   records left[w]
+    inward:   waits for left[after], copies in what lies there;   records arrived[w]
+    current:  waits for arrived[w],  updates w,                   records updated[w]
+    outward:  waits for updated[w],  copies w out,                records left[w]
 
-A window is copied in once the copies out of `after` have been queued. Windows take turns with a few sets of events: who
-waits for an event that a later window has recorded again waits for more of the same queue, never for less.
+A window is copied in once the copies out of every `after` have been queued. Windows take turns with a few sets of
+events: who waits for an event that a later window has recorded again waits for more of the same queue, never for less.
 
 The first windows are copied in before the optimizer has looked at its gradients, where the last plan is sure to be the
 next one; what was copied in for a step that does something else is never written back.
@@ -153,7 +153,7 @@ class Engine:
                     launch(index)
                     current.record_event(marks.updated)
                     self._copy_out(marks, window)
-                    while coming < len(windows) and windows[coming].turn.after <= index:
+                    while coming < len(windows) and windows[coming].after <= index:
                         self._copy_in(coming, windows[coming])
                         coming += 1
                 self._finish(bound)
@@ -191,7 +191,8 @@ class Engine:
         """Forget what is on its way in, once it has arrived: the host state is about to change, or to be looked at."""
         if self._prefetched is not None:
             first = self._prefetched.windows[: self._prefetched.first_in]
-            self.traffic.bytes_in += sum(pair[0].numel() for window in first for pair in window.inward)
+            arrivals = [pairs for window in first for _, pairs in window.inward]
+            self.traffic.bytes_in += sum(staged.numel() for pairs in arrivals for staged, _ in pairs)
             self._prefetched = None
             _drain(self._inward)
 
@@ -215,9 +216,10 @@ class Engine:
         self._inward.wait_event(begun)
 
     def _copy_in(self, index: int, window: BoundWindow) -> None:
-        if window.turn.after >= 0:
-            self._inward.wait_event(self._marks[window.turn.after % MARKS].left)
-        self.accelerator.copy(window.inward, self._inward)
+        for after, pairs in window.inward:
+            if after >= 0:
+                self._inward.wait_event(self._marks[after % MARKS].left)
+            self.accelerator.copy(pairs, self._inward)
         self._inward.record_event(self._marks[index % MARKS].arrived)
 
     def _copy_out(self, marks: Marks, window: BoundWindow) -> None:

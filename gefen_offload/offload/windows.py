@@ -74,6 +74,14 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """Copies in that may begin once window `after` has been copied out; -1: at once."""
+
+    after: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
 class Spot:
     """Where a part lies while it is staged."""
 
@@ -90,7 +98,7 @@ class Window:
     last: int
     turn: Turn
     spots: tuple[dict[str, Spot], ...]
-    inward: tuple[Run, ...]
+    inward: tuple[Arrival, ...]
     outward: tuple[Run, ...]
 
 
@@ -105,7 +113,7 @@ class Plan:
     @property
     def bytes_in(self) -> int:
         """Bytes copied to the device in one step."""
-        return sum(run.nbytes for window in self.windows for run in window.inward)
+        return sum(run.nbytes for window in self.windows for arrival in window.inward for run in arrival.runs)
 
     @property
     def bytes_out(self) -> int:
@@ -320,12 +328,13 @@ def _window(
     needs: Sequence[Need], first: int, last: int, turn: Turn, runs: Sequence[Run], areas: dict[int, _Area]
 ) -> Window:
     """The window of pieces [first, last), whose place in the ring is filled by `runs`."""
-    inward, outward, spots = list(runs), list(runs), []
+    aside: list[Run] = []
+    outward, spots = list(runs), []
     for index in range(first, last):
         area = areas.get(needs[index].parameter)
         base = {} if area is None else area.base
         if area is not None:
-            inward += area.runs if index == area.first else ()
+            aside += area.runs if index == area.first else ()
             outward += area.runs if index == area.last else ()
         spots.append(
             {
@@ -333,7 +342,25 @@ def _window(
                 for part in needs[index].parts
             }
         )
-    return Window(first, last, turn, tuple(spots), tuple(inward), tuple(outward))
+    return Window(first, last, turn, tuple(spots), _arrivals(turn, runs, aside), tuple(outward))
+
+
+def _arrivals(turn: Turn, runs: Sequence[Run], aside: Sequence[Run]) -> tuple[Arrival, ...]:
+    """The copies in, cut where other windows lay before; those to side areas come last, see [Note: side areas]."""
+    by_window: dict[int, list[Run]] = {}
+    begin = 0
+    for stretch in turn.stretches:
+        cut = [_within(run, begin, stretch.end) for run in runs]
+        by_window.setdefault(stretch.after, []).extend(run for run in cut if run.nbytes > 0)
+        begin = stretch.end
+    by_window[turn.after] += aside
+    return tuple(Arrival(after, tuple(found)) for after, found in sorted(by_window.items()) if found)
+
+
+def _within(run: Run, begin: int, end: int) -> Run:
+    """What of a copy fills bytes [begin, end) of the window; of no bytes or fewer if nothing does."""
+    first, last = max(run.staged, begin), min(run.staged + run.nbytes, end)
+    return replace(run, host=run.host + first - run.staged, staged=first, nbytes=last - first)
 
 
 def _pack(parts: Sequence[Part]) -> tuple[list[Run], int]:

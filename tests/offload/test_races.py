@@ -57,8 +57,11 @@ def test_a_missing_wait_is_seen(resident, waiting, recording):
 
 def test_memory_reused_too_early_is_seen(resident, monkeypatch):
     """A window that waits for the one before the last in its bytes overwrites what is still in use: 0xFF is read."""
-    early = lambda turns: [replace(turn, after=max(-1, turn.after - 1)) for turn in turns]  # noqa: E731
-    monkeypatch.setattr(windows, "take_turns", lambda *arguments: early(take_turns(*arguments)))
+
+    def early(turn):
+        return replace(turn, stretches=tuple(replace(s, after=max(-1, s.after - 1)) for s in turn.stretches))
+
+    monkeypatch.setattr(windows, "take_turns", lambda *arguments: list(map(early, take_turns(*arguments))))
     assert not identical(resident, offloaded())
 
 

@@ -46,6 +46,11 @@ def whole(name, offset, nbytes, **options):
     return Part(name, 0, offset, nbytes, offset, nbytes, **options)
 
 
+def copies_in(window):
+    """The copies in of a window, whatever they wait for."""
+    return [run for arrival in window.inward for run in arrival.runs]
+
+
 def bytes_of(runs):
     return Counter(byte for run in runs for byte in range(run.host, run.host + run.nbytes))
 
@@ -56,7 +61,7 @@ def test_every_byte_moves_once_each_way(layout, capacity):
     """Each needed byte is copied in once and out once in a step; other bytes are alignment padding, of no tensor."""
     needs, owned = layout
     planned = plan(needs, capacity)
-    inward = bytes_of(run for window in planned.windows for run in window.inward)
+    inward = bytes_of(run for window in planned.windows for run in copies_in(window))
     outward = bytes_of(run for window in planned.windows for run in window.outward)
     needed = {byte for need in needs for part in need.parts for byte in range(part.offset, part.offset + part.nbytes)}
     tensors = {byte for first, last in owned for byte in range(first, last)}
@@ -74,7 +79,7 @@ def test_pieces_find_their_bytes_where_they_were_copied(layout, capacity):
     sides = set()
     for window in planned.windows:
         taken = Counter()
-        for run in window.inward:
+        for run in copies_in(window):
             if run.side:
                 sides.add(run)
             else:
@@ -85,7 +90,7 @@ def test_pieces_find_their_bytes_where_they_were_copied(layout, capacity):
         for need, spots in zip(needs[window.first : window.last], window.spots, strict=True):
             for part in need.parts:
                 spot = spots[part.name]
-                runs = sides if spot.side else [run for run in window.inward if not run.side]
+                runs = sides if spot.side else [run for run in window.outward if not run.side]
                 assert any(
                     run.host <= part.offset
                     and part.offset + part.nbytes <= run.host + run.nbytes
@@ -102,7 +107,7 @@ def test_windows_keep_order_and_size(layout, capacity):
     planned = plan(needs, capacity)
     assert [i for window in planned.windows for i in range(window.first, window.last)] == list(range(len(needs)))
     for window in planned.windows:
-        used = max((run.staged + run.nbytes for run in window.inward if not run.side), default=0)
+        used = max((run.staged + run.nbytes for run in copies_in(window) if not run.side), default=0)
         assert used <= capacity or window.last == window.first + 1
 
 
@@ -113,7 +118,7 @@ def test_a_side_area_is_free_before_it_is_used_again(layout, capacity):
     needs, _ = layout
     last_use = {}
     for index, window in enumerate(plan(needs, capacity).windows):
-        for run in window.inward:
+        for run in copies_in(window):
             if run.side:
                 for byte in range(run.staged, run.staged + run.nbytes):
                     assert last_use.get(byte, -1) <= window.turn.after
@@ -125,40 +130,53 @@ def test_a_side_area_is_free_before_it_is_used_again(layout, capacity):
 
 @given(st.lists(st.integers(0, 400), max_size=30), st.integers(1, 200))
 def test_windows_take_turns(sizes, capacity):
-    """Each window lies within the ring, and knows the last one before it in any of its bytes."""
+    """Each window lies within the ring, and knows of each of its bytes which window was the last to lie there."""
     ring_bytes = ring_bytes_for(sizes, capacity)
     assert ring_bytes <= max(ABREAST * aligned(capacity), aligned(max(sizes, default=0)))
     last_in = {}
     for index, (size, turn) in enumerate(zip(sizes, take_turns(sizes, ring_bytes), strict=True)):
-        lies_in = range(turn.start, turn.start + max(1, size))
         assert turn.start == aligned(turn.start)
-        assert lies_in.stop <= ring_bytes
-        assert turn.after == max(last_in.get(byte, -1) for byte in lies_in)
-        last_in.update(dict.fromkeys(lies_in, index))
+        begin = 0
+        for stretch in turn.stretches:
+            assert begin < stretch.end
+            assert {last_in.get(turn.start + byte, -1) for byte in range(begin, stretch.end)} == {stretch.after}
+            begin = stretch.end
+        assert begin == aligned(max(1, size))
+        assert turn.start + begin <= ring_bytes
+        last_in.update(dict.fromkeys(range(turn.start, turn.start + begin), index))
 
 
 @pytest.mark.parametrize(
     ("sizes", "ring_bytes", "turns"),
     [
-        ([96, 96, 96, 96, 96], 288, [(0, -1), (96, -1), (192, -1), (0, 0), (96, 1)]),
-        ([96, 144, 144, 144], 288, [(0, -1), (96, -1), (0, 1), (144, 1)]),
-        ([16, 240, 96, 16], 288, [(0, -1), (16, -1), (0, 1), (96, 1)]),
-        ([16, 304, 16], 304, [(0, -1), (0, 0), (0, 1)]),
-        ([16, 32], 48, [(0, -1), (16, -1)]),
+        ([96, 96, 96, 96, 96], 288, [(0, "96:-1"), (96, "96:-1"), (192, "96:-1"), (0, "96:0"), (96, "96:1")]),
+        ([96, 144, 144, 144], 288, [(0, "96:-1"), (96, "144:-1"), (0, "96:0 144:1"), (144, "96:1 144:-1")]),
+        ([16, 240, 96, 16], 288, [(0, "16:-1"), (16, "240:-1"), (0, "16:0 96:1"), (96, "16:1")]),
+        ([16, 304, 16], 304, [(0, "16:-1"), (0, "16:0 304:-1"), (0, "16:1")]),
+        ([16, 32], 48, [(0, "16:-1"), (16, "32:-1")]),
     ],
     ids=["in-turn", "two-abreast", "large-and-small", "larger-than-all", "all-of-a-small-state"],
 )
 def test_a_large_window_takes_the_room_of_several(sizes, ring_bytes, turns):
     """Only a window larger than the room of three full ones makes the ring larger."""
     assert ring_bytes_for(sizes, 96) == ring_bytes
-    assert [(turn.start, turn.after) for turn in take_turns(sizes, ring_bytes)] == turns
+    told = [(t.start, " ".join(f"{s.end}:{s.after}" for s in t.stretches)) for t in take_turns(sizes, ring_bytes)]
+    assert told == turns
+
+
+def test_copies_in_are_cut_where_other_windows_lay():
+    """A window arrives in as many batches as windows lay in its bytes, the earliest first; each waits for its own."""
+    needs = [Need(i, (whole("a", 1600 * i, size),)) for i, size in enumerate([96, 144, 144, 144, 144])]
+    *_, fourth, fifth = plan(needs, 144).windows
+    assert [(arrival.after, bytes_of(arrival.runs).total()) for arrival in fourth.inward] == [(0, 96), (1, 48)]
+    assert [(arrival.after, bytes_of(arrival.runs).total()) for arrival in fifth.inward] == [(1, 96), (2, 48)]
 
 
 def test_small_parameters_share_one_copy():
     """A hundred small parameters that lie one after another move in one copy each way."""
     needs = [Need(i, (whole("a", 64 * i, 40), whole("b", 64 * i + 48, 4))) for i in range(100)]
     (window,) = plan(needs, 2**20).windows
-    assert len(window.inward) == len(window.outward) == 1
+    assert len(copies_in(window)) == len(window.outward) == 1
 
 
 def test_bytes_of_the_next_window_are_not_copied_back():
@@ -202,5 +220,5 @@ def test_large_parameters_fill_their_windows(capacity):
     rooms = [room_of(index, capacity) for index in range(len(full))]
     assert rooms[:3] == [capacity // 8, capacity // 2, capacity]
     assert all(
-        room * 15 // 16 < run.nbytes <= room for room, window in zip(rooms, full, strict=True) for run in window.inward
+        room * 15 // 16 < run.nbytes <= room for room, window in zip(rooms, full, strict=True) for run in window.outward
     )

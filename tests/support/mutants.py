@@ -58,14 +58,14 @@ MUTANTS = [
         ("copy out waits for its update", "self._outward.wait_event(marks.updated)", "pass", f"{RACES}[late]"),
         (
             "copy in waits for the last copy out of its bytes",
-            "            self._inward.wait_event(self._marks[",
-            "            pass  # (self._marks[",
+            "                self._inward.wait_event(self._marks[",
+            "                pass  # (self._marks[",
             f"{RACES}[late]",
         ),
         (
             "a copy in comes after the copies out before it",
-            "windows[coming].turn.after <= index:",
-            "windows[coming].turn.after <= index + 1:",
+            "windows[coming].after <= index:",
+            "windows[coming].after <= index + 1:",
             f"{RACES}[late]",
         ),
         (

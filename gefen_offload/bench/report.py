@@ -39,11 +39,11 @@ def print_table(results: Results) -> None:
 
     shown = Table(title=_title(results))
     for index, column in enumerate(COLUMNS):
-        shown.add_column(column, justify="left" if index < 2 else "right", no_wrap=index != 1)
+        shown.add_column(column, justify="left" if index < 2 else "right", no_wrap=column != "step ms")
     for entry in results.entries:
         shown.add_row(*_cells(entry))
     console = Console()
-    Console(width=max(console.width, 140) if not console.is_terminal else None).print(shown)
+    Console(width=max(console.width, 160) if not console.is_terminal else None).print(shown)
 
 
 def write_json(results: Results, folder: Path) -> Path:

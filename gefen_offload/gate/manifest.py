@@ -6,18 +6,18 @@ the one that ``gefen-offload gate manifest --update`` wrote. A foreign suite's p
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
 import re
 import sys
 import tempfile
+from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gefen_offload.gate import checkout, session
+from gefen_offload.gate import checkout, session, shadow
 from gefen_offload.gate.record import Session
 from gefen_offload.gate.recorder import TIERS
 
@@ -37,7 +37,7 @@ class Manifest:
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Tiers whose list is not what was written, with what is wrong."""
     shadowed: tuple[str, ...] = ()
-    """Test functions that a later definition in the same file replaced."""
+    """Tests that a later statement of the same file replaced, and test files that cannot be parsed."""
     required: tuple[str, ...] = ()
     """Tiers that must have run on this machine."""
     tiers: tuple[str, ...] = ()
@@ -77,19 +77,20 @@ def read(folder: Path) -> Manifest:
     for tier in TIERS:
         path = folder / f"{tier}.txt"
         if path.is_file():
-            lists[tier], wrong = parse(text_of(path), headed=True)
+            lists[tier], wrong = parse(path.read_bytes(), headed=True)
             if wrong:
                 damaged[tier] = wrong
     return Manifest(lists, damaged=damaged)
 
 
-def text_of(path: Path) -> str:
-    """A list's text; a name that is no UTF-8 reads as Python names that file."""
-    return path.read_text(encoding="utf-8", errors="surrogateescape")
+def parse(content: bytes, headed: bool) -> tuple[tuple[str, ...], str]:
+    """The ids of one list, and what is wrong with it (empty if nothing).
 
-
-def parse(text: str, headed: bool) -> tuple[tuple[str, ...], str]:
-    """The ids of one list, and what is wrong with it (empty if nothing)."""
+    An editor may have added a byte order mark and CRs; a name that is no UTF-8 reads as Python names that file.
+    """
+    if b"\0" in content:
+        return (), f"is no text: byte 0 at {content.index(0)}"
+    text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
     ids = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
     twice = [id for id, times in Counter(ids).items() if times > 1]
     if twice:
@@ -140,7 +141,7 @@ def complaints(root: Path, found: Session, manifest: Manifest) -> list[str]:
     lines += [f"collection {outcome}: {id}: {last_line(text)}" for id, outcome, text in found.collect_errors]
     lines += [f"internal error while collecting: {text[-300:]}" for text in found.internal_errors]
     lines += [f"{tier}.txt {wrong}" for tier, wrong in manifest.damaged.items()]
-    lines += [f"defined twice in one file, the first never runs: {where}" for where in shadowed(root)]
+    lines += [f"replaced later in its file, so it never runs: {where}" for where in shadow.shadowed(root)]
     lines += [f"not in exactly one tier ({', '.join(m) or 'none'}): {id}" for id, m in found.selected if len(m) != 1]
     lines += [f"names hardware: {id}" for id, _ in found.selected if HARDWARE.search(id)]
     lines += [f"collected {n} times: {id}" for id, n in Counter(found.collected).items() if n > 1]
@@ -193,39 +194,3 @@ def update(root: Path) -> list[str]:
 def log_of(found: Session, folder: Path) -> list[str]:
     """The end of the collecting session's output, where its record alone does not say what went wrong."""
     return [f"  {line}" for line in session.tail(folder / "collect.log")] if found.damage else []
-
-
-def shadowed(root: Path, folders: tuple[str, ...] = ("tests", "tests_distributed")) -> tuple[str, ...]:
-    """Test functions and classes defined more than once in one scope of one file; only parsing sees the lost one."""
-    found: list[str] = []
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            try:
-                tree = ast.parse(path.read_text(encoding="utf-8"))
-            except (SyntaxError, ValueError):
-                continue  # collection reports it
-            found += [f"{path.relative_to(root)}::{name}" for name in defined_twice(tree.body)]
-    return tuple(found)
-
-
-def defined_twice(body: list[ast.stmt], prefix: str = "") -> list[str]:
-    """Names of tests that this scope, or a test class in it, defines twice."""
-    definitions = list(scope(body))
-    names = Counter(prefix + node.name for node in definitions if node.name.lower().startswith("test"))
-    found = [name for name, times in names.items() if times > 1]
-    for node in definitions:
-        if isinstance(node, ast.ClassDef):
-            found += defined_twice(node.body, f"{prefix}{node.name}::")
-    return found
-
-
-def scope(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """The definitions in one scope, also those under if, try, with and loops."""
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node
-        else:
-            for name in ("body", "orelse", "finalbody"):
-                yield from scope(getattr(node, name, []))
-            for handler in getattr(node, "handlers", []):
-                yield from scope(handler.body)

@@ -42,7 +42,7 @@ class Reason(enum.Enum):
     MISSING = (Status.INCOMPLETE, "a mandatory test was not collected: deleted, renamed, or its file was skipped")
     DESELECTED = (Status.INCOMPLETE, "a mandatory test was collected and then left out of its tier")
     DUPLICATED = (Status.INCOMPLETE, "a mandatory test was collected more than once")
-    SHADOWED = (Status.INCOMPLETE, "a test is defined twice in one file, so the first definition never runs")
+    SHADOWED = (Status.INCOMPLETE, "a later line of a test's file replaces it, so it never runs")
     WRONG_TIER = (Status.INCOMPLETE, "a test carries more than one tier's marker")
     UNLISTED = (Status.INCOMPLETE, "a test of the tier is not in its mandatory list")
     COLLECTION_ERROR = (Status.FAIL, "a file could not be collected")

@@ -23,6 +23,7 @@ from gefen_offload.gate import (
     rundir,
     schedule,
     session,
+    shadow,
     statement,
     summary,
     wheel,
@@ -105,7 +106,7 @@ def mandatory(root: Path, options: Options) -> Manifest:
     """What this run must have run."""
     whole = dataclasses.replace(
         manifest.read(root / "ci" / "mandatory"),
-        shadowed=manifest.shadowed(root),
+        shadowed=shadow.shadowed(root),
         required=options.required,
         tiers=options.tiers,
         allow_dirty=options.allow_dirty,
@@ -221,12 +222,12 @@ def baseline_for(root: Path, before: Facts) -> performance.Measurement | None:
 
 def foreign(suite: Foreign, options: Options) -> int:
     """Judge another project's suite by the same rules; the exit code."""
-    ids, wrong = manifest.parse(manifest.text_of(suite.mandatory), headed=False)
+    ids, wrong = manifest.parse(suite.mandatory.read_bytes(), headed=False)
     lists = Manifest(
         {"suite": ids},
         exact=False,
         damaged={"suite": wrong} if wrong else {},
-        shadowed=manifest.shadowed(suite.tests, (".",)),
+        shadowed=shadow.shadowed(suite.tests, (".",)),
         required=options.required,
         performance=False,
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import replace
-from textwrap import dedent
 
 import pytest
 
@@ -23,7 +21,7 @@ def collected(*tests):
 def test_a_written_list_reads_back():
     """What update writes, read accepts, in order."""
     text = manifest.render("gpu2", reversed(IDS))
-    assert manifest.parse(text, headed=True) == (IDS, "")
+    assert manifest.parse(text.encode(), headed=True) == (IDS, "")
 
 
 @pytest.mark.parametrize(
@@ -38,29 +36,27 @@ def test_a_written_list_reads_back():
 )
 def test_an_edited_list_is_noticed(change, says):
     """A list that was changed by hand says what is wrong with it."""
-    assert says in manifest.parse(change(manifest.render("cpu", IDS)), headed=True)[1]
+    assert says in manifest.parse(change(manifest.render("cpu", IDS)).encode(), headed=True)[1]
 
 
 def test_a_plain_list_is_enough_for_a_foreign_suite():
     """Without a header, comments and blank lines are left out and nothing is wrong."""
-    assert manifest.parse("# ours\n\n" + "\n".join(IDS), headed=False) == (IDS, "")
+    assert manifest.parse(b"# ours\n\n" + "\n".join(IDS).encode(), headed=False) == (IDS, "")
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("def test_a(): ...\ndef test_a(): ...", ["test_a"]),
-        ("class TestA:\n    def test_b(self): ...\n    def test_b(self): ...", ["TestA::test_b"]),
-        ("if True:\n    def test_a(): ...\ndef test_a(): ...", ["test_a"]),
-        ("try:\n    def test_a(): ...\nexcept ImportError:\n    async def test_a(): ...", ["test_a"]),
-        ("class TestA: ...\nclass TestA: ...", ["TestA"]),
-        ("def test_a(): ...\nclass TestB:\n    def test_a(self): ...\ndef helper(): ...\ndef helper(): ...", []),
-    ],
-    ids=["functions", "methods", "under-if", "in-try", "classes", "different-scopes"],
-)
-def test_definitions_that_shadow(source, names):
-    """A test defined twice in one scope is found in any block, and the same name in another scope is no fault."""
-    assert manifest.defined_twice(ast.parse(dedent(source)).body) == names
+@pytest.mark.parametrize("headed", [True, False], ids=["own", "foreign"])
+def test_an_editors_bom_and_line_ends_change_nothing(headed):
+    """A list that begins with a byte order mark and whose lines end in CRLF holds the same ids."""
+    text = manifest.render("cpu", IDS).replace("\n", "\r\n")
+    assert manifest.parse(text.encode("utf-8-sig"), headed) == (IDS, "")
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0\0", "test_a.py::test_one\n".encode("utf-16")], ids=["png", "utf-16"])
+def test_a_list_that_is_no_text_is_named(tmp_path, content):
+    """A binary list is a damaged one, with the byte that no text has."""
+    (tmp_path / "cpu.txt").write_bytes(content)
+    found = manifest.read(tmp_path)
+    assert (found.lists["cpu"], found.damaged["cpu"].partition(": ")[0]) == ((), "is no text")
 
 
 def test_lists_that_fit_draw_no_complaint(tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import dedent
 
-from gefen_offload.gate import manifest, session
+from gefen_offload.gate import session, shadow
 from gefen_offload.gate.baseline import Measurement
 from gefen_offload.gate.facts import Facts, Gpu, Software, Wheel
 from gefen_offload.gate.manifest import Manifest
@@ -136,7 +136,7 @@ class Suite:
 
     def manifest(self, folder: Path) -> Manifest:
         """The list that it must run."""
-        seen = manifest.shadowed(folder / "suite", (".",))
+        seen = shadow.shadowed(folder / "suite", (".",))
         return Manifest({self.tier: self.ids}, shadowed=seen, tiers=(self.tier,), performance=False)
 
     def evidence(self, folder: Path) -> Evidence:

@@ -212,7 +212,7 @@ def emptied(e: Evidence) -> Evidence:
 def edited_by_hand(e: Evidence) -> Evidence:
     """A list from which a line was taken, read as the gate reads it."""
     text = manifest.render("cpu", IDS).replace(f"{IDS[1]}\n", "")
-    return replace(e, manifest=replace(e.manifest, damaged={"cpu": manifest.parse(text, headed=True)[1]}))
+    return replace(e, manifest=replace(e.manifest, damaged={"cpu": manifest.parse(text.encode(), headed=True)[1]}))
 
 
 def less_memory(facts: Facts) -> Any:

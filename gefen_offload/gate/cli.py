@@ -6,10 +6,14 @@ Exit codes of a verdict: 0 pass, 1 product failed, 2 usage, 3 box unfit, 4 evide
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
+import math
 import shutil
 import signal
 import sys
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +22,7 @@ from gefen_offload.gate.recorder import TIERS
 
 USAGE, INCOMPLETE = 2, 4
 TIMEOUT = 3600.0
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +70,7 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--require", action="append", default=[], choices=TIERS, help="exit 3 where it cannot run")
     parser.add_argument(
-        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="deadline of each session (%(default).0f)"
+        "--timeout", type=seconds, default=TIMEOUT, metavar="SECONDS", help="deadline of each session (%(default).0f)"
     )
     parser.add_argument("--allow-dirty", action="store_true", help="judge uncommitted changes; never releasable")
     parser.add_argument("--commit", metavar="SHA", help="the commit of a copy without git; never releasable")
@@ -92,17 +97,33 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_command)
 
 
+def seconds(text: str) -> float:
+    """A time that ends, for argparse."""
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
+
 def main(arguments: argparse.Namespace) -> int:
-    """Run the chosen subcommand; what its output's encoding lacks is printed escaped."""
+    """Run the chosen subcommand; what keeps it from its end is missing evidence, and never a failed product."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    return int(arguments.run(arguments))
+            stream.reconfigure(errors="backslashreplace")  # what the output's encoding lacks is printed escaped
+    try:
+        return int(arguments.run(arguments))
+    except OSError as error:
+        why = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        why = f"an error of its own: {type(error).__name__}: {error}"
+    print(f"gefen-offload gate {arguments.action}: ended before its verdict: {why}", file=sys.stderr)
+    return INCOMPLETE
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Judge the checkout, or a foreign suite."""
-    from gefen_offload.gate import run
+    from gefen_offload.gate import run, rundir
 
     options = run.Options(
         run_dir=arguments.run_dir,
@@ -116,45 +137,78 @@ def run_command(arguments: argparse.Namespace) -> int:
         performance=arguments.performance,
         part=tuple(arguments.only),
     )
-    if arguments.run_dir and (Path(arguments.run_dir) / "sessions").exists():
-        print(f"gefen-offload gate run: {arguments.run_dir} already holds a run; name another folder", file=sys.stderr)
-        return USAGE
     own = arguments.tests is None and arguments.mandatory is None and arguments.package is None
     wrong = own_problem(arguments) if own else foreign_problem(arguments)
     if wrong:
         print(f"gefen-offload gate run: {wrong}", file=sys.stderr)
         return USAGE
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, ended)
-    if own:
-        return run.own(the_checkout(), options)
-    suite = run.Foreign(arguments.tests.resolve(), arguments.mandatory.resolve(), arguments.package)
-    return run.foreign(suite, options)
+    listen()
+    try:
+        if own:
+            return run.own(the_checkout(), options)
+        suite = run.Foreign(arguments.tests.resolve(), arguments.mandatory.resolve(), arguments.package)
+        return run.foreign(suite, options)
+    except rundir.TakenError as error:
+        print(f"gefen-offload gate run: --run-dir: {error}", file=sys.stderr)
+        return USAGE
+
+
+def listen() -> None:
+    """Let signals end the run, but for one that whoever started it has chosen to ignore: nohup, a background job."""
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, ended)
 
 
 def ended(number: int, frame: object) -> NoReturn:
-    """A signal that ends the gate ends its sessions first, and leaves no verdict."""
-    print("gefen-offload gate: ended before its verdict; its sessions are ended too", file=sys.stderr)
+    """A signal that ends the gate ends its sessions first, and leaves no verdict; no further one disturbs that."""
+    for other in ENDING:
+        signal.signal(other, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # the terminal that hung up
+        print("gefen-offload gate: ended before its verdict; its sessions are ended too", file=sys.stderr)
     sys.exit(128 + number)
 
 
 def own_problem(arguments: argparse.Namespace) -> str:
     """What is wrong with the arguments for this checkout; empty if nothing."""
+    root = the_checkout()
     if arguments.wheel and not Path(arguments.wheel).is_file():
         return f"--wheel {arguments.wheel}: there is no such file"
-    ids = [id for tier in manifest.load(the_checkout() / "ci" / "mandatory").values() for id in tier]
+    if why := misplaced(arguments.run_dir, [root / name for name in checkout.DIGESTED]):
+        return why
+    lists = manifest.load(root / "ci" / "mandatory")
+    ids = [id for tier in arguments.tier or lists for id in lists.get(tier, ())]
     lost = [name for name in arguments.only if not any(manifest.within(id, (name,)) for id in ids)]
-    return f"--only {lost[0]}: no mandatory test is there; name a file or a test as ci/mandatory does" if lost else ""
+    if not lost:
+        return ""
+    tiers = f" of {', '.join(arguments.tier)}" if arguments.tier else ""
+    return f"--only {lost[0]}: no mandatory test{tiers} is there; name a file or a test as ci/mandatory does"
+
+
+def misplaced(run_dir: str | None, judged: Sequence[Path], own: Path | None = None) -> str:
+    """Whether the evidence would go into what is judged; ``own`` is a folder of the gate's in there."""
+    place = Path(run_dir or "/").resolve()
+    inside = [folder for folder in judged if place.is_relative_to(folder.resolve())]
+    if not inside or (own and place.is_relative_to(own)):
+        return ""
+    return f"--run-dir {run_dir}: it lies in {inside[0]}, which is judged; name a folder elsewhere"
 
 
 def foreign_problem(arguments: argparse.Namespace) -> str:
     """What is wrong with the arguments for a foreign suite; empty if nothing."""
+    from gefen_offload.gate import run
+
     if arguments.tests is None or arguments.mandatory is None:
         return "--tests DIR and --mandatory FILE belong together"
     if not arguments.tests.is_dir():
         return f"--tests {arguments.tests}: there is no such folder"
     if not arguments.mandatory.is_file():
         return f"--mandatory {arguments.mandatory}: there is no such file"
+    tests = arguments.tests.resolve()
+    if why := misplaced(arguments.run_dir, [tests], tests / ".gate"):
+        return why
+    if arguments.package and not run.package_files(arguments.package):
+        return f"--package {arguments.package}: no file of such a package can be imported here"
     given = {
         "--tier": arguments.tier,
         "--only": arguments.only,
@@ -175,17 +229,16 @@ def show_command(arguments: argparse.Namespace) -> int:
     try:
         evidence = rundir.load(arguments.run_dir)
         verdict = evidence.verdict()
-        same = rundir.judged_as_written(arguments.run_dir, verdict)
+        strange = rundir.strange(arguments.run_dir, evidence, verdict)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"gefen-offload gate show: {arguments.run_dir} is no complete run directory: {error}", file=sys.stderr)
         return INCOMPLETE
     print(summary.text(verdict, str(arguments.run_dir)))
     if arguments.report:
         report.write(arguments.report, evidence, verdict)
-    if not same:
-        print("verdict.json does not follow from the evidence beside it")
-        return INCOMPLETE
-    return int(verdict.status)
+    for name in strange:
+        print(f"{name} does not follow from the evidence beside it")
+    return INCOMPLETE if strange else int(verdict.status)
 
 
 def selftest_command(arguments: argparse.Namespace) -> int:

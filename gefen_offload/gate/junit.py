@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from xml.etree import ElementTree as Xml
 
 from gefen_offload.gate.outcome import FAILURES, Ledger, attempts, outcome
@@ -14,12 +13,12 @@ UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 """What XML 1.0 cannot hold."""
 
 
-def write(path: Path, record: Sequence[Session]) -> None:
+def text(record: Sequence[Session]) -> bytes:
     """One suite for each session; a test that was selected and has no outcome is an error."""
     top = Xml.Element("testsuites")
     for session in record:
         top.append(suite(session))
-    Xml.ElementTree(top).write(path, encoding="utf-8", xml_declaration=True)
+    return bytes(Xml.tostring(top, encoding="utf-8", xml_declaration=True))
 
 
 def suite(session: Session) -> Xml.Element:

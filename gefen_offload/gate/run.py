@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,12 @@ from gefen_offload.gate import (
     checkout,
     environment,
     facts,
-    junit,
     manifest,
     report,
     rundir,
     schedule,
     session,
     shadow,
-    statement,
     summary,
     wheel,
 )
@@ -233,7 +231,7 @@ def foreign(suite: Foreign, options: Options) -> int:
     )
     folder = rundir.make(suite.tests, options.run_dir, suite.tests.name)
     path = tuple(entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry)
-    before = facts.gather(sys.executable, None, None, package_files(suite))
+    before = facts.gather(sys.executable, None, None, package_files(suite.package))
     stopped = preflight(folder, lists, before)
     if stopped is not None:
         return finish(folder, stopped)
@@ -241,40 +239,56 @@ def foreign(suite: Foreign, options: Options) -> int:
     plan = session.Plan("suite", sys.executable, suite.tests, arguments, options.timeout, suite.package, path)
     with Progress().session("suite", len(ids)) as watch:
         record = (session.run(plan, folder / "sessions", watch),)
-    after = facts.gather(sys.executable, None, None, package_files(suite))
+    after = facts.gather(sys.executable, None, None, package_files(suite.package))
     return finish(folder, Evidence(lists, record, before, after, None))
 
 
-def package_files(suite: Foreign) -> Mapping[str, str]:
-    """The digest of each file of the foreign package, where it imports from; none if no package was named."""
-    if suite.package is None:
+def package_files(package: str | None) -> dict[str, str]:
+    """The digest of each file of a foreign package, wherever it imports from; none where it does not."""
+    if package is None:
         return {}
-    spec = importlib.util.find_spec(suite.package)
-    if spec is None or spec.origin is None:
-        print(f"gefen-offload gate: --package {suite.package}: it cannot be imported here", file=sys.stderr)
-        sys.exit(Status.USAGE)
-    top = Path(spec.origin)
-    files = [top] if spec.submodule_search_locations is None else top.parent.rglob("*")
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return {}
+    if spec is None:
+        return {}
+    places = spec.submodule_search_locations  # of a namespace package several
+    files = [Path(spec.origin or "")] if places is None else [f for place in places for f in Path(place).rglob("*")]
     return {str(path): wheel.sha256(path) for path in files if path.is_file() and "__pycache__" not in path.parts}
 
 
 def finish(folder: Path, evidence: Evidence) -> int:
-    """Decide, write everything, print the verdict; the exit code."""
+    """Decide, keep the evidence, print the verdict, and only then draw what is for people; the exit code.
+
+    Where something cannot be written, the verdict is printed all the same, and a pass is incomplete.
+    """
     verdict = evidence.verdict()
-    rundir.write(folder, evidence, verdict)
-    told(folder, evidence, verdict)
-    print(summary.text(verdict, str(folder)))
+    wrong = problem(rundir.write, folder, evidence, verdict)
+    if wrong:
+        print(f"{Status.INCOMPLETE.name}: the evidence could not be kept; without it this is what the run gave:")
+    print(summary.text(verdict, str(folder)), flush=True)
+    wrong = wrong or problem(told, folder, evidence, verdict)
+    if wrong:
+        print(f"gefen-offload gate: the run directory {folder} is incomplete: {wrong}", file=sys.stderr)
+        return int(verdict.status or Status.INCOMPLETE)
     return int(verdict.status)
 
 
+def problem(
+    write: Callable[[Path, Evidence, Verdict], None], folder: Path, evidence: Evidence, verdict: Verdict
+) -> str:
+    """What kept something from being written; empty if nothing."""
+    try:
+        write(folder, evidence, verdict)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def told(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
-    """The verdict for people and for other programs: summary, report, JUnit and statement."""
-    markdown = summary.markdown(verdict, evidence.before)
-    (folder / "summary.md").write_text(markdown, encoding="utf-8", errors="backslashreplace")
-    if os.environ.get("GITHUB_STEP_SUMMARY"):
-        with open(os.environ["GITHUB_STEP_SUMMARY"], "a", encoding="utf-8", errors="backslashreplace") as step:
-            step.write(markdown)
-    junit.write(folder / "junit.xml", evidence.record)
-    made = statement.statement(verdict, evidence.manifest, evidence.record, evidence.before)
-    rundir.write_json(folder / "statement.json", made)
+    """The verdict for people: the report, and the summary of the workflow's step."""
     report.write(folder / "report.html", evidence, verdict)
+    if os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(os.environ["GITHUB_STEP_SUMMARY"], "ab") as step:
+            step.write((folder / "summary.md").read_bytes())

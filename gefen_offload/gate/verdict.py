@@ -190,7 +190,8 @@ def difference(before: Source, after: Source | None) -> str:
 def judged_files(before: Facts, after: Facts) -> list[Finding]:
     """Whether what is judged is the source's wheel, and stayed as it was."""
     if before.source is None:
-        changed = sorted(path for path, digest in before.package.items() if after.package.get(path) != digest)
+        files = sorted({*before.package, *after.package})
+        changed = [path for path in files if before.package.get(path) != after.package.get(path)]
         return [Finding(Reason.WHEEL_CHANGED, "wheel", path) for path in changed]
     if before.wheel is None or after.wheel is None:
         return [Finding(Reason.NO_WHEEL, "wheel")]

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from gefen_offload import __version__
-from support.checkout import command, git
+from gefen_offload.gate import run
+from support.checkout import ROOT, command, git
 
 SUITE = """
 def test_one():
@@ -212,3 +213,90 @@ def test_evidence_beside_a_suite_is_ignored_by_git(tmp_path):
     assert git(folder, "status", "--porcelain") == ""
     assert command("gate", "run", *arguments, "--run-dir", str(folder / "mine"), cwd=folder).returncode == 0
     assert git(folder, "status", "--porcelain", "--", "mine") == ""
+
+
+@pytest.mark.parametrize("seconds", ["nan", "0", "-1", "inf", "soon"])
+def test_a_deadline_is_a_number_of_seconds(tmp_path, seconds):
+    """A deadline that never or already passed is a mistake of the command line, and leaves no run directory."""
+    done = judge(project(tmp_path), f"--timeout={seconds}")
+    assert done.returncode == 2
+    assert "argument --timeout: " in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--tier", "gpu1", "--only", "tests/gate/test_verdict.py"), "no mandatory test of gpu1 is there"),
+        (("--run-dir", "tests/gate/run"), "which is judged"),
+        (("--tests", "tests/gate", "--mandatory", "ci/mandatory/cpu.txt", "--run-dir", "tests/gate/run"), "is judged"),
+        (("--tests", "tests/gate", "--mandatory", "ci/mandatory/cpu.txt", "--package", "sys"), "no file of such a"),
+        (("--tests", "tests/gate", "--mandatory", "ci/mandatory/cpu.txt", "--package", "no.package"), "no file of"),
+    ],
+    ids=["nothing-to-run", "run-dir-in-tests", "run-dir-in-suite", "built-in", "no-parent"],
+)
+def test_what_could_not_be_judged_is_refused(arguments, says):
+    """A command line under which nothing, or the evidence itself, would be judged is a mistake with a sentence."""
+    done = command("gate", "run", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert not (ROOT / "tests" / "gate" / "run").exists()
+
+
+def test_a_namespace_package_is_judged_in_all_its_folders(tmp_path, monkeypatch):
+    """A package without an __init__.py has the files of every folder of its name; one that is not there has none."""
+    for folder, name in (("one", "a.py"), ("two", "b.py")):
+        (tmp_path / folder / "spread").mkdir(parents=True)
+        (tmp_path / folder / "spread" / name).write_text("")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    found = run.package_files("spread")
+    assert sorted(found) == [str(tmp_path / "one" / "spread" / "a.py"), str(tmp_path / "two" / "spread" / "b.py")]
+    assert [run.package_files(name) for name in (None, "sys", "no_such", "no.such", ".such")] == [{}] * 5
+
+
+def test_a_file_added_to_the_package_during_the_run_is_noticed(tmp_path):
+    """A test that writes a new module into the judged package has changed what is judged."""
+    folder = project(tmp_path, two="__import__('pathlib').Path(__import__('widget').__file__, '../new.py').resolve()")
+    (folder / "widget").mkdir()
+    (folder / "widget" / "__init__.py").write_text("")
+    text = (folder / "suite" / "test_it.py").read_text()
+    (folder / "suite" / "test_it.py").write_text(text.replace(".resolve()", ".resolve().write_text('1')"))
+    done = judge(folder, "--package", "widget", PYTHONPATH=str(folder))
+    assert done.returncode == 4
+    assert "WHEEL_CHANGED x1" in done.stdout
+    assert str(folder / "widget" / "new.py") in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [("mandatory.txt", "Not a directory"), ("mandatory.txt/run", "Not a directory"), ("/proc/run", "/proc/run")],
+    ids=["file", "below-a-file", "proc"],
+)
+def test_a_run_directory_that_cannot_be_is_no_failure_of_the_product(tmp_path, place, says):
+    """A folder that cannot be made is a line and exit code 4, and no traceback."""
+    done = judge(project(tmp_path), run=place)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+LOSES = "__import__('shutil').rmtree(__import__('pathlib').Path.cwd().parent / 'run') is None"
+
+
+@pytest.mark.parametrize(
+    ("two", "step", "code", "first", "says"),
+    [
+        ("True", "", 4, "PASS", "Is a directory"),
+        ("False", "", 1, "FAIL", "Is a directory"),
+        (LOSES, "step.md", 4, "INCOMPLETE: the evidence could not be kept", "No such file or directory"),
+    ],
+    ids=["pass", "fail", "lost"],
+)
+def test_the_verdict_is_said_whatever_cannot_be_written(tmp_path, two, step, code, first, says):
+    """A summary or evidence that cannot be written hides no verdict, and lets none pass."""
+    done = judge(project(tmp_path, two), GITHUB_STEP_SUMMARY=str(tmp_path / step))
+    assert done.returncode == code
+    assert done.stdout.startswith(first)
+    assert "tests        suite" in done.stdout
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr

@@ -51,7 +51,9 @@ def test_an_editors_bom_and_line_ends_change_nothing(headed):
     assert manifest.parse(text.encode("utf-8-sig"), headed) == (IDS, "")
 
 
-@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0\0", "test_a.py::test_one\n".encode("utf-16")], ids=["png", "utf-16"])
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n\x1a\n\0\0\0", "test_a.py::test_one\n".encode("utf-16")], ids=["png", "utf-16"]
+)
 def test_a_list_that_is_no_text_is_named(tmp_path, content):
     """A binary list is a damaged one, with the byte that no text has."""
     (tmp_path / "cpu.txt").write_bytes(content)

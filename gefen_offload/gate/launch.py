@@ -5,7 +5,8 @@ first, so the session sees only what its own environment gives it and never the 
 
 There are two processes. One runs pytest, as the leader of a session of its own. Its parent tells its id on the file
 descriptor PIPE, and in the end its exit code. Whatever loses its own parent below becomes a child of that parent, so
-nothing leaves by detaching itself; the parent ends when no child is left.
+nothing leaves by detaching itself; the parent ends when no child is left. When the gate is gone, killed perhaps, the
+parent kills all that is below.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 NAME = "_gefen_offload_gate_recorder"
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def recorder_module() -> ModuleType:
@@ -44,10 +47,30 @@ def judged(record: str, nonce: str, package: str, *arguments: str) -> int:
     return int(pytest.main(["-p", NAME, *arguments], plugins=[recorder]))
 
 
-def adopt() -> None:
-    """Become the parent of every process below that loses its own."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER): what a session leaves could not be found")
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}): what a session leaves could not be found")
+
+
+def end(*_: object) -> NoReturn:
+    """Kill every child, and what thereby becomes one, until there is none; and go."""
+    while True:
+        for child in filter(is_child, os.listdir("/proc")):
+            os.kill(int(child), signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            os._exit(1)
+
+
+def is_child(name: str) -> bool:
+    """Whether an entry of /proc is a child of this process, which stays one until it is waited for."""
+    try:
+        stat = Path("/proc", name, "stat").read_bytes()
+    except OSError:
+        return False
+    return name.isdigit() and int(stat.rpartition(b")")[2].split()[1]) == os.getpid()
 
 
 def main() -> int:
@@ -55,20 +78,24 @@ def main() -> int:
     del sys.path[0]
     told, record, nonce, package, _, *arguments = sys.argv[1:]
     pipe = int(told)
-    adopt()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
         os.close(pipe)
         os.setsid()
         return judged(record, nonce, package, *arguments)
-    os.write(pipe, f"{child}\n".encode())
-    while True:
-        try:
+    signal.signal(signal.SIGTERM, end)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # at the end of the gate's thread that started this, which waits for it
+    try:
+        os.write(pipe, f"{child}\n".encode())
+        while True:
             ended, status = os.wait()
-        except ChildProcessError:
-            return 0
-        if ended == child:
-            os.write(pipe, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            if ended == child:
+                os.write(pipe, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    except ChildProcessError:
+        return 0
+    except BrokenPipeError:  # the gate was gone before it could be heard of
+        end()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def slowly(*_):
 
 def test_one():
     signal.signal(signal.SIGTERM, slowly)
-    helper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    helper = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
     pathlib.Path("pids.new").write_text(f"{os.getpid()} {helper.pid}")
     os.rename("pids.new", "pids")
     while not os.path.exists("go"):
@@ -90,6 +90,16 @@ def test_a_second_signal_does_not_disturb_the_end(tmp_path):
         output, _ = gate.communicate(timeout=60)
         assert gate.returncode == 128 + signal.SIGTERM
         assert "Traceback" not in output
+        assert [pid for pid in pids if alive(pid)] == []
+
+
+def test_sessions_die_with_a_gate_that_is_killed(tmp_path):
+    """Nothing of a session, also what detached itself and dropped its environment, outlives a gate that is killed."""
+    with judged(tmp_path) as (gate, pids):
+        gate.kill()
+        limit = time.monotonic() + 10
+        while any(map(alive, pids)) and time.monotonic() < limit:
+            time.sleep(0.02)
         assert [pid for pid in pids if alive(pid)] == []
 
 

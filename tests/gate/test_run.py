@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from gefen_offload.gate import manifest
+from gefen_offload.gate import manifest, rundir
 from support.checkout import ROOT, START, git
 
 TEST = """
@@ -71,6 +71,8 @@ def test_a_clean_checkout_passes_on_its_wheel(small):
     assert str(small / "gefen_offload") not in record
     assert evidence(small, "statement.json")["subject"][0]["digest"]["sha256"] == facts["wheel"]["sha256"]
     assert git(small, "status", "--porcelain") == ""
+    kept = rundir.load(small.parent / "run")
+    assert rundir.strange(small.parent / "run", kept, kept.verdict()) == []
 
 
 def test_an_import_from_the_checkout_is_noticed(small):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -109,23 +108,3 @@ def test_a_left_over_process_is_found_and_ended(hook):
 def test_a_gpu_still_held_fails_the_completion(hook):
     """A GPU that is not idle after the job is an error."""
     assert hook("job-completed", BUSY, **OURS).returncode == 1
-
-
-def last_pass(runs, *arguments):
-    command = [sys.executable, str(ROOT / "ci" / "last-pass"), "--days", "4", "--now", "2025-01-10T00:00:00Z"]
-    return subprocess.run([*command, *arguments], input=json.dumps(runs), capture_output=True, text=True)
-
-
-@pytest.mark.parametrize(
-    ("runs", "code"),
-    [
-        ([{"createdAt": "2025-01-08T00:00:00Z", "conclusion": "success"}], 0),
-        ([{"createdAt": "2025-01-05T00:00:00Z", "conclusion": "success"}], 1),
-        ([{"createdAt": "2025-01-09T00:00:00Z", "conclusion": "failure"}], 1),
-        ([], 1),
-    ],
-    ids=["recent", "old", "failed", "none"],
-)
-def test_an_old_pass_is_red(runs, code):
-    """The scheduled job is red when the last success is older than allowed, or there is none."""
-    assert last_pass(runs).returncode == code

@@ -117,7 +117,7 @@ def main(arguments: argparse.Namespace) -> int:
     except Exception as error:
         traceback.print_exc()
         why = f"an error of its own: {type(error).__name__}: {error}"
-    print(f"gefen-offload gate {arguments.action}: ended before its verdict: {why}", file=sys.stderr)
+    print(f"gefen-offload gate {arguments.action}: did not come to its end: {why}", file=sys.stderr)
     return INCOMPLETE
 
 
@@ -230,8 +230,8 @@ def show_command(arguments: argparse.Namespace) -> int:
         evidence = rundir.load(arguments.run_dir)
         verdict = evidence.verdict()
         strange = rundir.strange(arguments.run_dir, evidence, verdict)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"gefen-offload gate show: {arguments.run_dir} is no complete run directory: {error}", file=sys.stderr)
+    except Exception as error:  # whatever is wrong with it, it is no proof
+        print(f"gefen-offload gate show: {arguments.run_dir} is no complete run directory: {error!r}", file=sys.stderr)
         return INCOMPLETE
     print(summary.text(verdict, str(arguments.run_dir)))
     if arguments.report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from gefen_offload import __version__
-from gefen_offload.gate import run
+from gefen_offload.gate import cli, run
 from support.checkout import ROOT, command, git
 
 SUITE = """
@@ -165,9 +166,27 @@ def test_wrong_usage_is_exit_2(arguments):
     assert done.stdout + done.stderr
 
 
-def test_show_of_nothing_is_incomplete_evidence(tmp_path):
-    """A folder that is no run directory has no verdict."""
-    assert command("gate", "show", str(tmp_path)).returncode == 4
+@pytest.mark.parametrize("facts", [None, "", "[]", '{"sessions": 1}'], ids=["none", "empty", "list", "odd"])
+def test_show_of_nothing_is_incomplete_evidence(tmp_path, facts):
+    """A folder that is no run directory, or holds anything else in its place, has no verdict, and no traceback."""
+    if facts is not None:
+        for name in ("facts.json", "manifest.json", "baseline.json"):
+            (tmp_path / name).write_text(facts)
+    done = command("gate", "show", str(tmp_path))
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr.startswith(f"gefen-offload gate show: {tmp_path} is no complete run directory: ")
+
+
+def test_an_error_of_the_gates_own_is_no_failure_of_the_product(capsys):
+    """Whatever the gate did not expect ends with 4 and says where it was: 1 would blame what is judged."""
+
+    def broken(arguments):
+        raise ZeroDivisionError("of its own")
+
+    assert cli.main(argparse.Namespace(run=broken, action="run")) == 4
+    said = capsys.readouterr().err
+    assert "in broken" in said
+    assert said.endswith("did not come to its end: an error of its own: ZeroDivisionError: of its own\n")
 
 
 @pytest.mark.parametrize("name", ["gate", "doctor"])

@@ -245,17 +245,21 @@ def foreign(suite: Foreign, options: Options) -> int:
 
 def package_files(package: str | None) -> dict[str, str]:
     """The digest of each file of a foreign package, wherever it imports from; none where it does not."""
-    if package is None:
-        return {}
     try:
-        spec = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package) if package else None
     except (ImportError, ValueError):
-        return {}
+        spec = None
     if spec is None:
         return {}
     places = spec.submodule_search_locations  # of a namespace package several
-    files = [Path(spec.origin or "")] if places is None else [f for place in places for f in Path(place).rglob("*")]
-    return {str(path): wheel.sha256(path) for path in files if path.is_file() and "__pycache__" not in path.parts}
+    files = [Path(spec.origin or "")] if places is None else [f for place in places for f in inside(Path(place))]
+    return {str(path): wheel.sha256(path) for path in files if path.is_file()}
+
+
+def inside(folder: Path) -> list[Path]:
+    """What a package's folder holds, without caches, and without what is hidden: the evidence may be there."""
+    parts = {path: path.relative_to(folder).parts for path in folder.rglob("*")}
+    return [path for path, names in parts.items() if not any(name.startswith((".", "__pycache__")) for name in names)]
 
 
 def finish(folder: Path, evidence: Evidence) -> int:

@@ -286,6 +286,19 @@ def test_a_file_added_to_the_package_during_the_run_is_noticed(tmp_path):
     assert str(folder / "widget" / "new.py") in done.stdout
 
 
+def test_a_suite_inside_its_package_is_judged(tmp_path):
+    """The gate's own evidence beside such a suite, and other hidden files, are no part of the package."""
+    tests = tmp_path / "widget" / "tests"
+    tests.mkdir(parents=True)
+    (tmp_path / "widget" / "__init__.py").write_text("")
+    (tests / "test_it.py").write_text("import widget\ndef test_one(): open('.cache', 'w').close()\n")
+    (tmp_path / "mandatory.txt").write_text("test_it.py::test_one\n")
+    arguments = ["--tests", str(tests), "--mandatory", str(tmp_path / "mandatory.txt"), "--package", "widget"]
+    done = command("gate", "run", *arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tests / ".gate").is_dir()
+
+
 @pytest.mark.parametrize(
     ("place", "says"),
     [("mandatory.txt", "Not a directory"), ("mandatory.txt/run", "Not a directory"), ("/proc/run", "/proc/run")],

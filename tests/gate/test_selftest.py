@@ -9,7 +9,7 @@ import pytest
 from gefen_offload.gate.reason import Reason
 from gefen_offload.gate.selftest import evidence, outcomes
 from gefen_offload.gate.selftest import run as selftest
-from gefen_offload.gate.selftest.case import Case, released
+from gefen_offload.gate.selftest.case import Case, common, released
 from support.checkout import ROOT
 
 
@@ -69,4 +69,10 @@ def test_suites_run_for_real(tmp_path):
     case = next(case for case in outcomes.CASES if case.name == "skip in the body")
     assert case.complaint(tmp_path) == ""
     assert "skipped" in (tmp_path / "broken" / "cpu.log").read_text()
-    assert "2 passed" in (tmp_path / "clean" / "cpu.log").read_text()
+
+
+def test_the_common_suite_is_run_for_real():
+    """The clean twin that most cases share is two tests that ran and passed."""
+    made = common("cpu", 1)
+    assert [phase.outcome for phase in made.record[0].phases] == ["passed"] * 6
+    assert made.verdict().findings == ()

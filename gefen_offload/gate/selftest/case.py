@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
@@ -146,9 +148,16 @@ class Suite:
 
 
 def suite_case(name: str, *expected: Reason, broken: Suite, clean: Suite | None = None) -> Case:
-    """A case whose two sides are suites; the usual clean twin is the common suite, under the same list and tier."""
-    twin = clean or replace(broken, files={}, ids=IDS)
-    return Case(name, frozenset(expected), broken.evidence, twin.evidence)
+    """A case whose two sides are suites; the usual clean twin is the common suite, in as many processes."""
+    twin = clean.evidence if clean else lambda folder: common(broken.tier, broken.workers)
+    return Case(name, frozenset(expected), broken.evidence, twin)
+
+
+@functools.cache
+def common(tier: str, workers: int) -> Evidence:
+    """The common suite's evidence, which all cases share whose twin it is."""
+    with tempfile.TemporaryDirectory(prefix="gefen-offload-selftest-") as folder:
+        return Suite({}, tier=tier, workers=workers).evidence(Path(folder))
 
 
 def facts_case(name: str, *expected: Reason, change: Callable[[Evidence], Evidence]) -> Case:

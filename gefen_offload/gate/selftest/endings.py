@@ -125,7 +125,7 @@ CASES: list[Case] = [
         os.kill(os.getpid(), signal.SIGKILL)
 """),
     ),
-    suite_case("hang", Reason.DEADLINE, *CUT, broken=HANG, clean=Suite({}, timeout=60.0)),
+    suite_case("hang", Reason.DEADLINE, *CUT, broken=HANG),
     suite_case(
         "another exit code than reported",
         Reason.EXIT_MISMATCH,

@@ -26,7 +26,7 @@ def spread(test: str = SUITE, conftest: str = "") -> Suite:
 
 def worker_case(name: str, *expected: Reason, test: str = SUITE, conftest: str = "") -> Case:
     """A case whose both sides run on two workers."""
-    return suite_case(name, *expected, broken=spread(test, conftest), clean=spread())
+    return suite_case(name, *expected, broken=spread(test, conftest))
 
 
 def worker_record_case(name: str, *expected: Reason, alter: Callable[[list[Path]], object]) -> Case:
@@ -122,7 +122,6 @@ CASES: list[Case] = [
         *LOST[1:],
         Reason.INTERRUPTED,
         broken=replace(HANG, workers=2, timeout=8.0),
-        clean=spread(),
     ),
     worker_record_case("a worker's record gone", Reason.NO_RECORD, alter=lambda paths: busy(paths).unlink()),
     worker_record_case("a worker's record without its end", Reason.NO_END, alter=rewritten(without_end)),

@@ -286,9 +286,8 @@ class Witness:
 def watching(item: pytest.Item, seen: Seen) -> Iterator[None]:
     """Count starts and ends of the test's own code: its function, or what an item that has none does instead."""
     name = "obj" if isinstance(item, pytest.Function) else "runtest"
-    body = getattr(item, name)
+    body, testcase = getattr(item, name), getattr(item, "instance", None)
     setattr(item, name, watched(body, seen))
-    testcase = getattr(item, "instance", None)
     alone = isinstance(testcase, unittest.TestCase) and inspect.iscoroutinefunction(body)
     if alone:  # unittest looks for a coroutine function itself
         setattr(testcase, item.name, getattr(item, name))

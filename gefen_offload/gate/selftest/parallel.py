@@ -121,7 +121,7 @@ CASES: list[Case] = [
         Reason.DEADLINE,
         *LOST[1:],
         Reason.INTERRUPTED,
-        broken=replace(HANG, workers=2, timeout=8.0),
+        broken=replace(HANG, workers=2, timeout=12.0),
     ),
     worker_record_case("a worker's record gone", Reason.NO_RECORD, alter=lambda paths: busy(paths).unlink()),
     worker_record_case("a worker's record without its end", Reason.NO_END, alter=rewritten(without_end)),

@@ -106,8 +106,9 @@ def package_case(name: str, *expected: Reason, broken: dict[str, str], clean: di
                 package="widget",
             )
             judged = {str(folder / "site" / "widget.py"): sha256(folder / "site" / "widget.py")}
+            done = suite.session(folder)  # which lays the suite's files, as they are then looked at
             facts = replace(Evidence(suite.manifest(folder), ()).before, package=judged)
-            return Evidence(suite.manifest(folder), (suite.session(folder),), facts)
+            return Evidence(suite.manifest(folder), (done,), facts)
 
         return evidence
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import gefen_offload
 from gefen_offload.offload.policy import OffloadPolicy
 from gefen_offload.optim.gefen import Gefen
 
@@ -39,8 +40,10 @@ class Contestant:
         return "needs a GPU" if self.cuda and device.type != "cuda" else None
 
     def version(self) -> str:
-        """The installed version of its package."""
-        return importlib.metadata.version(_DISTRIBUTIONS.get(self.package or "", self.package or "torch"))
+        """The version of what is measured: of its package, or else of the library that it comes from."""
+        if self.package is not None:
+            return importlib.metadata.version(_DISTRIBUTIONS.get(self.package, self.package))
+        return str(torch.__version__ if self.name.startswith("torch") else gefen_offload.__version__)
 
 
 _DISTRIBUTIONS = {"gefen": "gefen-x"}

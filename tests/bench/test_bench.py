@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import gefen_offload
 from gefen_offload.bench import cli, report
+from gefen_offload.bench.contestants import contestants
 from gefen_offload.bench.floor import Floor
 from gefen_offload.bench.measure import Memory, Timing, time_steps
 from gefen_offload.bench.results import Entry, Results
+from gefen_offload.bench.runner import MIB
 from gefen_offload.bench.timeline import Interval
 from gefen_offload.bench.workloads import SIZES, Network, NetworkShape, divided, sized, workload_a
 
@@ -127,6 +130,13 @@ def test_fraction_of_the_floor() -> None:
     assert entry().floor_fraction == pytest.approx(2.0)
     assert entry().each_way == pytest.approx(50.0)
     assert entry(floor=None).floor_fraction is None
+
+
+def test_versions_are_those_of_what_is_measured() -> None:
+    """Ours are of this package's version, torch's of torch's."""
+    versions = {contestant.name: contestant.version() for contestant in contestants(MIB) if contestant.package is None}
+    assert versions.pop("torch AdamW fused") == torch.__version__
+    assert set(versions.values()) == {gefen_offload.__version__}
 
 
 def test_table_without_rich() -> None:

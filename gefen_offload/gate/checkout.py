@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import gefen_offload
 
 PACKAGE = "gefen_offload"
-DIGESTED = (PACKAGE, "tests", "tests_distributed", "ci", "pyproject.toml", "conftest.py")
+PYTEST_SETTINGS = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini")
+"""Files that pytest would obey before pyproject.toml; there is none of them."""
+DIGESTED = (
+    PACKAGE,
+    "tests",
+    "tests_distributed",
+    "ci",
+    "pyproject.toml",
+    "conftest.py",
+    "README.md",
+    "LICENSE",
+    *PYTEST_SETTINGS,
+)
+"""What is judged or judges, as far as it is there."""
+CACHE = re.compile(r"(\?\?|!!) \"?(.*/)?__pycache__/")
+"""A line of ``git status`` about what Python keeps compiled."""
+GIT_TIMEOUT = 60.0
+
+
+class GitError(RuntimeError):
+    """Git is absent, says no, or takes too long; the message names its command and what it said."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +45,7 @@ class Source:
     claimed: bool
     """Whether the commit was named on the command line rather than read from git."""
     dirty: tuple[str, ...]
-    """Changed and untracked files, as ``git status --porcelain`` lists them."""
+    """What keeps the tree from being the commit, as ``git status --porcelain`` writes it, or why that is unknown."""
     digest: str
     """SHA-256 over the names and contents of the files that are judged or judge."""
 
@@ -35,23 +58,66 @@ def root() -> Path | None:
 
 def source(folder: Path, claimed: str | None = None) -> Source:
     """Identify the source in ``folder``; ``claimed`` names the commit where git cannot."""
-    commit = git(folder, "rev-parse", "--verify", "HEAD")
-    inside = git(folder, "rev-parse", "--show-toplevel")
-    if not commit or not inside or Path(inside).resolve() != folder.resolve():
+    commit = head(folder)
+    if commit is None:
         return Source(claimed, claimed is not None, (), digest(folder))
-    status = git(folder, "status", "--porcelain", "--untracked-files=normal") or ""
-    return Source(commit, False, tuple(status.splitlines()), digest(folder))
+    return Source(commit, False, dirt(folder), digest(folder))
 
 
-def git(folder: Path, *arguments: str) -> str | None:
-    """The output of one read-only git command; None where git is absent or says no."""
-    # The checkout may belong to another user (a container's mount): naming it safe here changes no configuration.
-    safe = ("-c", f"safe.directory={folder}", "--no-optional-locks")
+def head(folder: Path) -> str | None:
+    """The commit that is checked out in ``folder``; None for a copy without git or commits of its own."""
     try:
-        done = subprocess.run(["git", *safe, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        inside = git(folder, "rev-parse", "--show-toplevel")
+        commit = git(folder, "rev-parse", "--verify", "HEAD")
+    except GitError:
         return None
-    return done.stdout.strip("\n") if done.returncode == 0 else None
+    return commit if Path(inside).resolve() == folder.resolve() else None
+
+
+def contradiction(folder: Path, claimed: str | None) -> str:
+    """What is wrong with naming this commit for ``folder``, where git names another; empty if nothing."""
+    commit = head(folder)
+    if claimed is None or commit in (None, claimed):
+        return ""
+    return f"--commit {claimed}: this checkout is at {commit}; leave --commit out, or check out what it names"
+
+
+def dirt(folder: Path) -> tuple[str, ...]:
+    """What keeps the tree from being its commit.
+
+    ``git status`` is believed about the whole tree. About the judged files it is asked again, with an index made anew
+    from the commit: that one overlooks nothing (``--skip-worktree``, ``--assume-unchanged``, a file system monitor), and
+    ignored files count too, since they would enter the wheel or be collected.
+    """
+    with tempfile.TemporaryDirectory(prefix="gefen-offload-index-") as scratch:
+        anew = Path(scratch) / "index"
+        try:
+            listed = git(folder, "status", "--porcelain", "--untracked-files=normal")
+            git(folder, "read-tree", "--no-sparse-checkout", "HEAD", index=anew)
+            every = ("--untracked-files=all", "--ignored", "--", *DIGESTED)
+            judged = git(folder, "status", "--porcelain", *every, index=anew)
+        except GitError as error:
+            return (f"whether it is clean is unknown: {error}",)
+    lines = [*listed.splitlines(), *judged.splitlines()]
+    return tuple(dict.fromkeys(line for line in lines if not CACHE.match(line)))
+
+
+def git(folder: Path, *arguments: str, index: Path | None = None) -> str:
+    """The output of one git command that changes nothing in ``folder``; :class:`GitError` where there is none."""
+    # The checkout may belong to another user (a container's mount): naming it safe here changes no configuration.
+    options = ("-c", f"safe.directory={folder}", "-c", "core.fsmonitor=false", "-c", "core.quotePath=true")
+    command = ["git", *options, "--no-optional-locks", "--no-replace-objects", *arguments]
+    # In a git hook, variables point to the repository of the hook.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    if index is not None:
+        variables["GIT_INDEX_FILE"] = str(index)
+    try:
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=GIT_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GitError(f"git {arguments[0]}: {error}") from error
+    if done.returncode:
+        raise GitError(f"git {arguments[0]} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return done.stdout.strip("\n")
 
 
 def digest(folder: Path) -> str:

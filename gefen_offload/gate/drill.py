@@ -26,7 +26,6 @@ from gefen_offload.gate.selftest.evidence import measured
 from gefen_offload.gate.selftest.release import MEASURED, id_of
 from gefen_offload.gate.summary import gist
 
-COPIED = (*checkout.DIGESTED, "README.md", "LICENSE")
 IDENTITY = "tests/offload/test_identity.py::test_parameters_of_megabytes_on_a_gpu"
 DELETED = "test_a_checkpoint_crosses_over"
 PART = "tests/offload/test_cuda.py"
@@ -230,7 +229,7 @@ def on_gpus(root: Path, scratch: Path) -> int:
 def copied(root: Path, into: Path) -> Path:
     """A copy of what is judged and of what judges."""
     into.mkdir(parents=True)
-    for name in COPIED:
+    for name in checkout.DIGESTED:
         if (root / name).is_dir():
             shutil.copytree(root / name, into / name, ignore=shutil.ignore_patterns("__pycache__"))
         elif (root / name).is_file():

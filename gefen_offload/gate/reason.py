@@ -71,7 +71,7 @@ class Reason(enum.Enum):
     RANK_RETURNED_EARLY = (Status.INCOMPLETE, "a test passed although a rank did not reach the end of its body")
 
     # What was judged.
-    DIRTY_TREE = (Status.UNFIT, "the checkout has uncommitted changes")
+    DIRTY_TREE = (Status.UNFIT, "the checkout is not its commit: changed, new or, among the judged, ignored files")
     SOURCE_CHANGED = (
         Status.INCOMPLETE,
         "the checkout, its commit or its changed files are not what they were before the run",

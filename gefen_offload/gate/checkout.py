@@ -86,8 +86,8 @@ def dirt(folder: Path) -> tuple[str, ...]:
     """What keeps the tree from being its commit.
 
     ``git status`` is believed about the whole tree. About the judged files it is asked again, with an index made anew
-    from the commit: that one overlooks nothing (``--skip-worktree``, ``--assume-unchanged``, a file system monitor), and
-    ignored files count too, since they would enter the wheel or be collected.
+    from the commit: that one overlooks nothing (``--skip-worktree``, ``--assume-unchanged``), and ignored files count
+    too, since they would enter the wheel or be collected.
     """
     with tempfile.TemporaryDirectory(prefix="gefen-offload-index-") as scratch:
         anew = Path(scratch) / "index"

@@ -65,9 +65,9 @@ class Wheel:
     sha256: str
     site: str
     files: Mapping[str, str]
-    """SHA-256 of each installed file of the package, by its path below ``site``, read from disk."""
+    """SHA-256 of each installed file, by its path below ``site``, read from disk."""
     differs: tuple[str, ...] = ()
-    """Files of the package whose wheel content is not the checkout's."""
+    """Files, and lines of metadata, that are not the same in the wheel and in the checkout."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Reason(enum.Enum):
         "the checkout, its commit or its changed files are not what they were before the run",
     )
     NO_WHEEL = (Status.INCOMPLETE, "there is no wheel to judge")
-    STALE_WHEEL = (Status.INCOMPLETE, "the wheel does not hold the checkout's files")
+    STALE_WHEEL = (Status.INCOMPLETE, "the wheel is not what the checkout gives: files, metadata, or something beside")
     WHEEL_CHANGED = (Status.INCOMPLETE, "the judged files changed during the run")
     IMPORT_SHADOWED = (Status.INCOMPLETE, "a session imported the package from elsewhere than what is judged")
     IMPORT_UNPROVEN = (Status.INCOMPLETE, "a session never imported the judged package, or none loaded torch")

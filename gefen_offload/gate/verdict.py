@@ -321,7 +321,7 @@ def imports(session: Session, facts: Facts) -> list[Finding]:
         findings.append(Finding(Reason.WRONG_TORCH, tier, detail=f"session {torch}, on record {facts.software.torch}"))
     judged = set(facts.package)
     if facts.wheel is not None:
-        judged |= {f"{facts.wheel.site}/{name}" for name in facts.wheel.files}
+        judged |= {f"{facts.wheel.site}/{name}" for name in facts.wheel.files if ".dist-info/" not in name}
     if not judged:
         return findings
     strange = [f"{name} from {path}" for name, path in sorted(session.modules) if not comes_from(path, judged)]

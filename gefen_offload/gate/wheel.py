@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from gefen_offload.gate import distinfo
 from gefen_offload.gate.checkout import PACKAGE
 from gefen_offload.gate.facts import Wheel
 from gefen_offload.gate.session import inherited_path
@@ -74,14 +75,18 @@ def copy_source(source: Path, target: Path) -> None:
 
 def install(wheel: Path, site: Path, root: Path | None) -> Wheel:
     """Unpack a pure-Python wheel, which is all that installing one means, and compare it with the checkout."""
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        flavour = next((name for name in names if name.endswith(".dist-info/WHEEL")), None)
-        if flavour is None or b"Root-Is-Purelib: true" not in archive.read(flavour):
-            raise WheelError(f"{wheel.name} is not a pure-Python wheel; the gate installs no other")
-        archive.extractall(site)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            flavour = next((name for name in names if name.endswith(".dist-info/WHEEL")), None)
+            if flavour is None or b"Root-Is-Purelib: true" not in archive.read(flavour):
+                raise WheelError(f"{wheel.name} is not a pure-Python wheel; the gate installs no other")
+            archive.extractall(site)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise WheelError(f"{wheel} cannot be unpacked: {error}") from error
     files = installed(site)
-    return Wheel(wheel.name, sha256(wheel), str(site), files, differences(files, root) if root else ())
+    differs = differences(wheel.name, site, files, root) if root else ()
+    return Wheel(wheel.name, sha256(wheel), str(site), files, differs)
 
 
 def again(before: Wheel, wheel: Path) -> Wheel:
@@ -90,15 +95,18 @@ def again(before: Wheel, wheel: Path) -> Wheel:
 
 
 def installed(site: Path) -> dict[str, str]:
-    """The digest of each file of the package below ``site``."""
-    paths = sorted(path for path in (site / PACKAGE).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {str(path.relative_to(site)): sha256(path) for path in paths}
+    """The digest of each file below ``site``."""
+    paths = [path.relative_to(site) for path in site.rglob("*") if path.is_file()]
+    return {str(path): sha256(site / path) for path in sorted(paths) if "__pycache__" not in path.parts}
 
 
-def differences(files: Mapping[str, str], root: Path) -> tuple[str, ...]:
-    """Files whose content, or whose being there at all, is not the same in the wheel and in the checkout."""
-    ours = {name: digest for name, digest in installed(root).items() if not name.endswith((".so", ".o"))}
-    return tuple(sorted(name for name in {*files, *ours} if files.get(name) != ours.get(name)))
+def differences(name: str, site: Path, files: Mapping[str, str], root: Path) -> tuple[str, ...]:
+    """What the installed wheel holds that the checkout does not give, and the reverse: files, and lines of metadata."""
+    inside = {path: digest for path, digest in files.items() if path.startswith(f"{PACKAGE}/")}
+    ours = {f"{PACKAGE}/{path}": digest for path, digest in installed(root / PACKAGE).items()}
+    wrong = sorted(path for path in {*inside, *ours} if inside.get(path) != ours.get(path))
+    named = [] if name == distinfo.WHEEL else [f"{name}: this checkout's is {distinfo.WHEEL}"]
+    return (*named, *wrong, *distinfo.differences(site, files, root))
 
 
 def sha256(path: Path) -> str:

@@ -97,9 +97,7 @@ def overlooked(tree, how):
     return f"!! {name}"
 
 
-@pytest.mark.parametrize(
-    "how", ["skip-worktree", "assume-unchanged", "same-size", "build", "sourceless", "settings"]
-)
+@pytest.mark.parametrize("how", ["skip-worktree", "assume-unchanged", "same-size", "build", "sourceless", "settings"])
 def test_what_git_status_overlooks_is_dirt(tree, how):
     """Files that the index hides, and ignored ones among the judged, are not the commit's."""
     says = overlooked(tree, how)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
+import gefen_offload
 from gefen_offload.gate import checkout, wheel
 from support.checkout import ROOT
 
@@ -63,11 +66,68 @@ def test_a_stale_wheel_names_its_files(source, built, tmp_path):
     assert installed.differs == tuple(f"{checkout.PACKAGE}/{name}" for name in ("cli.py", "new.py", "py.typed"))
 
 
+INFO = f"{checkout.PACKAGE}-{gefen_offload.__version__}.dist-info"
+
+
+def tampered(built, into, name, added):
+    """The wheel with something added to one of its files, which may be a new one."""
+    changed = into / built.name
+    with zipfile.ZipFile(built) as old, zipfile.ZipFile(changed, "w") as new:
+        contents = {entry: old.read(entry) for entry in old.namelist()}
+        for entry, content in {**contents, name: contents.get(name, b"") + added.encode()}.items():
+            new.writestr(entry, content)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("name", "added", "says"),
+    [
+        ("evil.pth", "import os\n", "evil.pth"),
+        ("torch_extras/__init__.py", "", "torch_extras/__init__.py"),
+        (f"{checkout.PACKAGE}-9.data/scripts/run", "#!python\n", f"{checkout.PACKAGE}-9.data/scripts/run"),
+        ("other-1.0.dist-info/METADATA", "", "other-1.0.dist-info/METADATA"),
+        (f"{INFO}/entry_points.txt", "\n[pytest11]\nevil = os\n", f"{INFO}/entry_points.txt: [pytest11] evil = os"),
+        (f"{INFO}/entry_points.txt", "no section, no value\n", INFO),
+        (f"{INFO}/licenses/LICENSE", "but not for you\n", f"{INFO}/licenses/LICENSE: but not for you"),
+        (f"{INFO}/RECORD", "../../bin/python,,\n", f"{INFO}/RECORD: ../../bin/python"),
+    ],
+    ids=["pth", "package", "scripts", "other-metadata", "entry-point", "no-entry-point", "license", "record"],
+)
+def test_what_stands_beside_the_package_is_compared(source, built, tmp_path, name, added, says):
+    """Files that an installer would put elsewhere, and metadata that pyproject.toml does not ask for, are named."""
+    installed = wheel.install(tampered(built, tmp_path, name, added), tmp_path / "site", source)
+    assert any(line.startswith(says) for line in installed.differs), installed.differs
+
+
+@pytest.mark.parametrize("line", ["Requires-Dist: evil", "Provides-Extra: evil", "Requires-Python: >=2"])
+def test_metadata_that_installers_act_on_is_compared(source, built, tmp_path, line):
+    """A requirement, an extra or a Python that pyproject.toml does not name is said."""
+    site = tmp_path / "site"
+    wheel.install(built, site, source)
+    path = site / INFO / "METADATA"
+    path.write_text(f"{line}\n{path.read_text()}")
+    assert wheel.differences(built.name, site, wheel.installed(site), source) == (f"{INFO}/METADATA: {line}",)
+
+
+def test_a_wheel_under_another_name_is_named(source, built, tmp_path):
+    """The name decides what an index offers it as."""
+    other = shutil.copy(built, tmp_path / f"{checkout.PACKAGE}-9.0-py3-none-any.whl")
+    (says,) = wheel.install(Path(other), tmp_path / "site", source).differs
+    assert says == f"{checkout.PACKAGE}-9.0-py3-none-any.whl: this checkout's is {built.name}"
+
+
+def test_what_is_no_wheel_is_told(tmp_path):
+    """A file that is no archive is an error that names it."""
+    (tmp_path / "a.whl").write_text("not a wheel")
+    with pytest.raises(wheel.WheelError, match=r"a\.whl cannot be unpacked: File is not a zip file"):
+        wheel.install(tmp_path / "a.whl", tmp_path / "site", None)
+
+
 def test_a_file_changed_after_the_run_shows(source, built, tmp_path):
     """Reading the installed wheel again after a file changed gives another reading."""
     installed = wheel.install(built, tmp_path / "site", source)
     assert wheel.again(installed, built) == installed
-    (tmp_path / "site" / checkout.PACKAGE / "cli.py").write_text("# patched\n")
+    (tmp_path / "site" / "patch.pth").write_text("import os\n")
     assert wheel.again(installed, built) != installed
 
 

@@ -22,6 +22,8 @@ from gefen_offload.gate import checkout, environment, session
 
 TIERS = "cpu or gloo2 or gloo4"
 PROCESSES = 2
+ELSEWHERE = "import sys; sys.path[:] = filter(None, sys.path)"
+"""Takes the current folder off the module path, where Python has put it on."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class Place:
     scratch: Path
 
     def environment(self) -> dict[str, str]:
-        """The caller's environment with the checkout importable and importing from nowhere else."""
+        """The environment of a judged session, with the checkout importable and importing from nowhere else."""
         caches = {} if os.access(self.root, os.W_OK) else {"MYPY_CACHE_DIR": str(self.scratch / "mypy")}
         path = [str(self.path), *session.inherited_path(checkout.PACKAGE)]
-        return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(path)}
+        return {**session.inherited(), **caches, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +130,7 @@ def workflows(place: Place, _: list[str]) -> tuple[int | None, str]:
 
 def pytest(place: Place, *arguments: str) -> int:
     """Run pytest without the current folder on the module path; its counts go to a file for the closing line."""
-    start = "import sys; del sys.path[0]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    start = f"{ELSEWHERE}; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
     counts = place.scratch / f"junit-{len(list(place.scratch.glob('junit-*.xml')))}.xml"
     return call(place, sys.executable, "-c", start, f"--junitxml={counts}", *arguments)
 
@@ -165,7 +167,7 @@ def gate(*arguments: str) -> Callable[[Place, list[str]], tuple[int | None, str]
     """A check that is one of the gate's own commands."""
 
     def check(place: Place, _: list[str]) -> tuple[int | None, str]:
-        start = "import sys; del sys.path[0]; from gefen_offload.cli import main; sys.exit(main())"
+        start = f"{ELSEWHERE}; from gefen_offload.cli import main; sys.exit(main())"
         return call(place, sys.executable, "-c", start, "gate", *arguments), ""
 
     return check

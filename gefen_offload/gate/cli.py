@@ -176,11 +176,10 @@ def own_problem(arguments: argparse.Namespace) -> str:
         return f"--wheel {arguments.wheel}: there is no such file"
     if why := misplaced(arguments.run_dir, [root / name for name in checkout.DIGESTED]):
         return why
-    lists = manifest.load(root / "ci" / "mandatory")
-    ids = [id for tier in arguments.tier or lists for id in lists.get(tier, ())]
     if why := checkout.contradiction(root, arguments.commit):
         return why
-    ids = [id for tier in manifest.load(root / "ci" / "mandatory").values() for id in tier]
+    lists = manifest.load(root / "ci" / "mandatory")
+    ids = [id for tier in arguments.tier or lists for id in lists.get(tier, ())]
     lost = [name for name in arguments.only if not any(manifest.within(id, (name,)) for id in ids)]
     if not lost:
         return ""

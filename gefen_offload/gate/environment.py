@@ -31,7 +31,13 @@ MINIMUM = (3, 10)
 MARKER = ".gefen-offload-environment"
 LOCK = ".gefen-offload-lock"
 BUILDING = "building"
-START = "import sys; sys.path[0] = sys.argv.pop(1); from gefen_offload.cli import main; sys.exit(main())"
+START = """
+import sys
+sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]
+from gefen_offload.cli import main
+sys.exit(main())
+"""
+"""Starts ``gefen-offload`` from the folder that is the first argument, and imports nothing from the current one."""
 
 
 class NoInterpreterError(RuntimeError):

@@ -75,7 +75,8 @@ def is_child(name: str) -> bool:
 
 def main() -> int:
     """Run the session, and wait for all that is below."""
-    del sys.path[0]
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # else it is not there, and another folder would go
+        del sys.path[0]
     told, record, nonce, package, _, *arguments = sys.argv[1:]
     pipe = int(told)
     prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -60,6 +60,7 @@ class Reason(enum.Enum):
     CRASHED = (Status.FAIL, "a session was ended by a signal")
     WORKER_LOST = (Status.FAIL, "one of a session's parallel workers died, or its process did not end as it should")
     INTERNAL_ERROR = (Status.INCOMPLETE, "pytest or a hook failed inside")
+    OPTIMIZED = (Status.INCOMPLETE, "a session's Python left out assert statements")
     EXIT_MISMATCH = (Status.INCOMPLETE, "a session's process ended with another code than its pytest reported")
     UNEXPLAINED_EXIT = (Status.INCOMPLETE, "a session reported an exit status that its tests do not explain")
     LEFTOVER = (Status.FAIL, "a process outlived its session")

@@ -85,6 +85,8 @@ class Session:
     """The versions of torch that were loaded; one, if all is well."""
     lost: tuple[tuple[str, str], ...] = ()
     """Workers that did not end as they should, with what the session says about them."""
+    optimize: int = 0
+    """How far Python left out ``assert`` statements and docstrings (``-O``) in any of the session's processes."""
     status: int | None = None
     """The exit status that pytest itself reported at its end."""
 
@@ -128,7 +130,7 @@ def are_pairs(value: object, second: Callable[[object], bool]) -> bool:
 
 
 SHAPES: Mapping[str, Mapping[str, Callable[[object], bool]]] = {
-    "header": {"nonce": is_text, "worker": is_text},
+    "header": {"nonce": is_text, "worker": is_text, "optimize": is_whole},
     "worker": {"id": is_text},
     "worker-down": {"id": is_text, "error": is_text},
     "worker-exit": {"id": is_text, "code": is_whole},
@@ -258,6 +260,7 @@ def assemble(
         properties=properties_of(of("phase")),
         modules=frozenset(entry for event in of("imports") for entry in event["modules"].items()),
         torch=frozenset(event["torch"] for event in of("imports") if event["torch"] is not None),
+        optimize=max((event["optimize"] for event in of("header")), default=0),
         status=end.get("status"),
         lost=lost(of("worker-down"), of("worker-exit")),
     )

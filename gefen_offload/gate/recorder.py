@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-VERSION = 3
+VERSION = 4
 NAME = "_gefen_offload_gate_recorder"
 """The name under which a session, and each of its workers, knows this module; no suite imports it."""
 LOAD = f"""
@@ -106,6 +106,7 @@ class Recorder:
             worker=self._worker,
             pid=self._owner,
             python=sys.version.split()[0],
+            optimize=sys.flags.optimize,
             pytest=pytest.__version__,
             arguments=list(config.invocation_params.args),
             rootdir=str(config.rootpath),

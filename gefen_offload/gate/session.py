@@ -24,8 +24,8 @@ LAUNCHER = Path(__file__).with_name("launch.py")
 SCRUBBED = (
     "PYTEST_ADDOPTS",
     "PYTEST_PLUGINS",
-    "PYTHONPATH",
-    "PYTHONSTARTUP",
+    "COVERAGE_PROCESS_START",
+    "COVERAGE_PROCESS_CONFIG",
     "PYTEST_CURRENT_TEST",
     "GEFEN_RANKS_INVENTORY",
     "PYTEST_XDIST_AUTO_NUM_WORKERS",
@@ -34,6 +34,18 @@ SCRUBBED = (
     "PYTEST_XDIST_WORKER_COUNT",
 )
 """Variables that change what a session runs without standing in its command line."""
+PYTHON_KEPT = (
+    "PYTHON",
+    "PYTHONHOME",
+    "PYTHONUSERBASE",
+    "PYTHONNOUSERSITE",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONHASHSEED",
+    "PYTHONIOENCODING",
+    "PYTHONUTF8",
+)
+"""The interpreter's own variables that reach a session: where its packages are, and what changes no program. Any other
+may (PYTHONOPTIMIZE leaves out every ``assert``) and does not."""
 STOP_PATIENCE = 5.0
 
 
@@ -149,11 +161,16 @@ def command(plan: Plan, pipe: int, record: Path, nonce: str) -> list[str]:
 
 def environment(plan: Plan, nonce: str) -> dict[str, str]:
     """The caller's environment without what would choose tests or packages silently, and with this run's mark."""
-    kept = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
     marks = ":".join(filter(None, [os.environ.get(MARK), nonce]))
     path = os.pathsep.join([*plan.path, *inherited_path(plan.package)])
     added = {MARK: marks, "PYTHONUNBUFFERED": "1", **({"PYTHONPATH": path} if path else {})}
-    return {**kept, **added, **plan.variables}
+    return {**inherited(), **added, **plan.variables}
+
+
+def inherited() -> dict[str, str]:
+    """The caller's environment without what would silently change what runs."""
+    kept = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
+    return {name: value for name, value in kept.items() if name in PYTHON_KEPT or not name.startswith("PYTHON")}
 
 
 def inherited_path(package: str | None) -> list[str]:

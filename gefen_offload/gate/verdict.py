@@ -252,6 +252,8 @@ def evidence(session: Session) -> list[Finding]:
     findings += [Finding(Reason.INTERNAL_ERROR, tier, detail=text) for text in session.internal_errors]
     findings += [Finding(Reason.LEFTOVER, tier, who) for who in exit.leftovers]
     findings += [Finding(Reason.WORKER_LOST, tier, worker, why) for worker, why in session.lost]
+    if session.optimize:
+        findings.append(Finding(Reason.OPTIMIZED, tier, detail=f"-O or PYTHONOPTIMIZE, level {session.optimize}"))
     if exit.expired:
         return [*findings, Finding(Reason.DEADLINE, tier, detail=f"after {exit.seconds:.0f} s")]
     if exit.code is not None and exit.code < 0:

@@ -182,6 +182,19 @@ def test_a_named_python_that_does_not_start_is_an_error(tmp_path):
     assert "no Python 3.10 or newer: /no/such" in done.stderr
 
 
+@pytest.mark.parametrize("safe", ["", "1"], ids=["usual", "safe-path"])
+def test_the_path_begins_with_the_checkout(tmp_path, safe):
+    """With and without a folder that Python puts first (PYTHONSAFEPATH): the checkout is, and no other is lost."""
+    (tmp_path / "gefen_offload").mkdir()
+    (tmp_path / "gefen_offload" / "__init__.py").touch()
+    (tmp_path / "gefen_offload" / "cli.py").write_text("import sys\ndef main(): print(sys.path[:2], sys.argv[1:])\n")
+    variables = {"PYTHONPATH": "/elsewhere", "PYTHONSAFEPATH": safe}
+    done = subprocess.run(
+        [sys.executable, "-c", environment.START, str(tmp_path), "--one"], env=variables, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == f"{[str(tmp_path), '/elsewhere']} ['--one']"
+
+
 def test_the_start_script_runs_from_anywhere(tmp_path):
     """ci/start works from another folder and through PYTHON, and hands the arguments on."""
     done = subprocess.run(

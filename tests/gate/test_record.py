@@ -105,7 +105,7 @@ def test_text_that_is_no_unicode_reaches_every_file(tmp_path, monkeypatch):
 def written(path, *events, nonce="n"):
     """A record with these events, its chain in order."""
     chain, lines = "", []
-    header = {"kind": "header", "version": VERSION, "nonce": nonce, "worker": ""}
+    header = {"kind": "header", "version": VERSION, "nonce": nonce, "worker": "", "optimize": 0}
     for event in (header, *events):
         body = event if isinstance(event, str) else json.dumps(event)
         chain = link(nonce, chain, body)

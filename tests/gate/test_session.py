@@ -52,6 +52,29 @@ def test_the_current_folder_is_not_on_the_path(tmp_path):
     assert [phase.outcome for phase in found.phases] == ["passed"] * 3, found.phases[1].text
 
 
+def test_no_variable_changes_what_python_does(tmp_path, monkeypatch):
+    """Of the interpreter's own variables only those reach a session that change nothing that it runs."""
+    for name in ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONBREAKPOINT", "PYTHONSAFEPATH", "PYTHON_OF_NEXT_YEAR"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("COVERAGE_PROCESS_START", "settings")
+    monkeypatch.setenv("PYTHONUSERBASE", "/packages")
+    found = session.environment(session.Plan("cpu", "python", tmp_path, (), 1.0), "n")
+    python = {name for name in found if name.startswith(("PYTHON", "COV"))}
+    assert "PYTHONUSERBASE" in python
+    assert python <= {*session.PYTHON_KEPT, "PYTHONUNBUFFERED", "PYTHONPATH"}
+
+
+def test_the_path_is_whole_where_python_adds_no_folder(tmp_path):
+    """With a safe path (``-P``) there is no folder of the launcher's to take off, and the judged one stays."""
+    text = """
+        import sys
+        def test_one():
+            assert any(folder.endswith("/site") for folder in sys.path)
+    """
+    suite = Suite({"test_it.py": text}, package="imaginary", variables={"PYTHONSAFEPATH": "1"})
+    assert [phase.outcome for phase in suite.session(tmp_path).phases] == ["passed"] * 3
+
+
 def test_a_forked_child_writes_no_evidence(tmp_path):
     """A child that goes on inside pytest after a fork leaves nothing in the record."""
     found = Suite(

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gefen_offload.gate.environment import START
+
 ROOT = Path(__file__).resolve().parents[2]
-START = "import sys; sys.path[0] = sys.argv.pop(1); from gefen_offload.cli import main; sys.exit(main())"
 
 
 def command(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:

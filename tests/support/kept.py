@@ -41,7 +41,7 @@ def kept(folder: Path) -> Evidence:
 def write(path: Path, session: Session) -> None:
     """The record that a session would have left."""
     recorder = Recorder(path, NONCE, PACKAGE)
-    recorder.write("header", version=VERSION, nonce=NONCE, worker="")
+    recorder.write("header", version=VERSION, nonce=NONCE, worker="", optimize=0)
     recorder.write("collected", ids=list(session.collected))
     recorder.write("selected", tests=[[id, list(tiers)] for id, tiers in session.selected])
     for id in session.started:

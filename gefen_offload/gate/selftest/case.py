@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
 
@@ -107,6 +107,7 @@ class Suite:
     package: str | None = None
     grace: float = 1.0
     workers: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def lay(self, folder: Path) -> None:
         """Write the files; a conftest of theirs follows the common one."""
@@ -131,7 +132,7 @@ class Suite:
             self.timeout,
             self.package,
             (str(folder / "site"), str(suite)) if self.package else (),
-            {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1", **self.variables},
             self.grace,
         )
         return session.run(plan, folder, watch, stopping)

@@ -118,6 +118,25 @@ def unittests(case: str = "TestCase", kind: str = "def", sum: int = 2, clean: bo
 
 CASES: list[Case] = [
     suite_case(
+        "assert statements left out",
+        Reason.OPTIMIZED,
+        broken=Suite(
+            {
+                "support.py": """
+    def check(holds):
+        assert holds
+""",
+                "test_it.py": """
+    from support import check
+    def test_one():
+        check(1 + 1 == 3)
+"""
+                + TWO,
+            },
+            variables={"PYTHONOPTIMIZE": "1"},
+        ),
+    ),
+    suite_case(
         "skip mark",
         Reason.SKIPPED,
         broken=first("""

@@ -24,6 +24,10 @@ CHECK = "performance"
 FOLDER = "ci/baseline"
 
 
+class BaselineError(RuntimeError):
+    """A baseline's file cannot be read; the message says which and what to do."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """What must be the same for two measurements to be comparable."""
@@ -100,18 +104,29 @@ def times(measured: Measurement, baseline: Measurement) -> list[Finding]:
     return findings
 
 
+def untold(root: Path) -> str:
+    """Why the history cannot tell how baselines were committed; empty where it can."""
+    if not (root / ".git").exists():
+        return "this copy has no git history"
+    if not checkout.git(root, "rev-list", "--max-count=1", "--all"):
+        return "this repository has no commit"
+    if checkout.git(root, "rev-parse", "--is-shallow-repository") == "true":
+        return "this clone has only the end of the history (git fetch --unshallow)"
+    return ""
+
+
 def mixed_commits(root: Path) -> list[str]:
     """Commits that changed a baseline together with anything else, or without the report that it was made from.
 
-    The first commit of a history, and the one at which a shallow clone is cut, are not judged.
+    The first commit of a history is not judged.
     """
-    log = checkout.git(root, "log", "--min-parents=1", "--format=%H", "--", FOLDER) or ""
+    log = checkout.git(root, "log", "--min-parents=1", "--format=%H", "--", FOLDER)
     return [f"{commit[:12]} {why}" for commit in log.split() if (why := mixed(root, commit))]
 
 
 def mixed(root: Path, commit: str) -> str:
     """What is wrong with how one commit changed baselines; empty if nothing."""
-    names = (checkout.git(root, "show", "--format=", "--name-only", "-m", "--first-parent", commit) or "").split("\n")
+    names = checkout.git(root, "show", "--format=", "--name-only", "-m", "--first-parent", commit).split("\n")
     others = [name for name in names if name and not name.startswith(f"{FOLDER}/")]
     if others:
         return f"changes a baseline and {others[0]}"
@@ -125,9 +140,17 @@ def file_name(gpu: str) -> str:
 
 
 def load(folder: Path, gpu: str) -> Measurement | None:
-    """The baseline of a GPU model, if one was made."""
+    """The baseline of a GPU model, if one was made; :class:`BaselineError` where its file holds none."""
     path = folder / file_name(gpu)
-    return from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        found, why = from_json(json.loads(path.read_text(encoding="utf-8"))), "it lacks what a baseline holds"
+    except ValueError as error:
+        found, why = None, str(error)
+    if found is None:
+        raise BaselineError(f"{path} is damaged: {why}; restore it from git, or make it anew: gate baseline --update")
+    return found
 
 
 def from_json(data: Any) -> Measurement | None:

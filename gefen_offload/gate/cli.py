@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import io
 import math
-import shutil
 import signal
 import sys
 import traceback
@@ -20,7 +19,7 @@ from typing import NoReturn
 from gefen_offload.gate import checkout, manifest
 from gefen_offload.gate.recorder import TIERS
 
-USAGE, INCOMPLETE = 2, 4
+USAGE, UNFIT, INCOMPLETE = 2, 3, 4
 TIMEOUT = 3600.0
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -259,26 +258,36 @@ def drill_command(arguments: argparse.Namespace) -> int:
 
 def baseline_command(arguments: argparse.Namespace) -> int:
     """Make the baseline of a GPU model from a kept run's measurement, or look at how the baselines were committed."""
-    from gefen_offload.gate import baseline, rundir, verdict
+    from gefen_offload.gate import promotion
 
     if arguments.check:
-        wrong = baseline.mixed_commits(the_checkout())
-        for line in wrong:
-            print(f"baseline: {line}")
-        if not wrong:
-            print("baseline: each was changed alone, with the report that it was made from, or there is none")
-        return int(bool(wrong))
-    measured = verdict.measured(rundir.load(arguments.update).record)
-    if measured is None:
-        print(f"gefen-offload gate baseline: {arguments.update} holds no measurement", file=sys.stderr)
+        return check_baselines(the_checkout())
+    try:
+        path = promotion.promote(the_checkout(), arguments.update)
+    except promotion.PromotionError as error:
+        print(f"gefen-offload gate baseline: {arguments.update} makes no baseline: {error}", file=sys.stderr)
         return USAGE
-    folder = the_checkout() / "ci" / "baseline"
-    folder.mkdir(exist_ok=True)
-    path = folder / baseline.file_name(measured.identity.gpu)
-    rundir.write_json(path, measured)
-    shutil.copyfile(arguments.update / "report.html", path.with_suffix(".html"))
     print(f"written: {path}, and beside it the report that it was made from; commit the two alone")
     return 0
+
+
+def check_baselines(root: Path) -> int:
+    """Say how the baselines were committed; UNFIT where there is no whole history that could tell."""
+    from gefen_offload.gate import baseline
+
+    try:
+        if why := baseline.untold(root):
+            print(f"baseline: how each was committed is not judged: {why}")
+            return UNFIT
+        wrong = baseline.mixed_commits(root)
+    except checkout.GitError as error:
+        print(f"baseline: how each was committed cannot be read: {error}")
+        return INCOMPLETE
+    for line in wrong:
+        print(f"baseline: {line}")
+    if not wrong:
+        print("baseline: each was changed alone, with the report that it was made from, or there is none")
+    return int(bool(wrong))
 
 
 def the_checkout() -> Path:

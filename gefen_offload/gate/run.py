@@ -26,6 +26,7 @@ from gefen_offload.gate import (
     summary,
     wheel,
 )
+from gefen_offload.gate.baseline import BaselineError
 from gefen_offload.gate.facts import Facts
 from gefen_offload.gate.manifest import Manifest
 from gefen_offload.gate.progress import Progress
@@ -82,11 +83,12 @@ def own(root: Path, options: Options) -> int:
     try:
         built = wheel.given(Path(options.wheel), folder / "wheel") if options.wheel else build(root, folder)
         installed = wheel.install(built, folder / "site", root)
-    except WheelError as error:
+        before = facts.gather(sys.executable, source, installed)
+        made = baseline_for(root, before)
+    except (WheelError, BaselineError) as error:
         print(f"gefen-offload gate: {error}", file=sys.stderr)
         return Status.UNFIT
     lists = mandatory(root, options)
-    before = facts.gather(sys.executable, source, installed)
     stopped = preflight(folder, lists, before)
     if stopped is not None:
         return finish(folder, stopped)
@@ -97,7 +99,7 @@ def own(root: Path, options: Options) -> int:
         before = dataclasses.replace(before, smoke=smoke(folder, before))
     record = sessions(root, folder, lists, before, options, progress) if before.smoke is None else ()
     after = facts.gather(sys.executable, checkout.source(root, options.commit), wheel.again(installed, built))
-    return finish(folder, Evidence(lists, record, before, after, baseline_for(root, before)))
+    return finish(folder, Evidence(lists, record, before, after, made))
 
 
 def mandatory(root: Path, options: Options) -> Manifest:

@@ -51,6 +51,11 @@ def test_no_pull_request_reaches_the_gpu_box():
     assert re.findall(r"^  ([a-z_]+):", triggers, re.MULTILINE) == ["push", "schedule", "workflow_dispatch"]
 
 
+def test_the_baselines_history_is_fetched():
+    """The job that runs ./ci/test has the whole history, without which nobody can say how baselines were committed."""
+    assert "fetch-depth: 0" in jobs(ROOT / ".github" / "workflows" / "cpu.yml")["test"].partition("./ci/test")[0]
+
+
 def test_missing_artifacts_are_errors():
     """No upload is content with nothing."""
     text = "".join(path.read_text() for path in WORKFLOWS)

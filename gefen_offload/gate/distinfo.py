@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import sys
 from collections.abc import Collection, Mapping
@@ -36,7 +37,7 @@ def said(site: Path) -> set[str]:
     """What the wheel says of itself, a line for each thing."""
     found = Distribution.at(site / FOLDER)
     return {
-        *(f"RECORD: {path}" for path in found.files or ()),
+        *(f"RECORD: {row[0]}" for row in csv.reader((found.read_text("RECORD") or "").splitlines()) if row),
         *(f"METADATA: {name}: {value}" for name in FIELDS for value in found.metadata.get_all(name) or ()),
         *(f"METADATA: Requires-Dist: {Requirement(line)}" for line in found.requires or ()),
         *(f"entry_points.txt: [{point.group}] {point.name} = {point.value}" for point in found.entry_points),

@@ -41,9 +41,8 @@ def judged(folder, ignored=()):
     (folder / "suite" / "test_it.py").write_text(SUITE)
     (folder / "mandatory.txt").write_text("test_it.py::test_one\n")
     suite = ["--tests", str(folder / "suite"), "--mandatory", str(folder / "mandatory.txt")]
-    handlers = [
-        (number, signal.signal(number, signal.SIG_IGN)) for number in ignored
-    ]  # a child inherits what is ignored
+    # a child inherits what is ignored
+    handlers = [(number, signal.signal(number, signal.SIG_IGN)) for number in ignored]
     gate = subprocess.Popen(
         [sys.executable, "-c", START, str(ROOT), "gate", "run", *suite, "--run-dir", str(folder / "run")],
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
